@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import platform
+import resource
 import statistics
-import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 FUNCTIONS = ("Branin", "Hartmann6", "Ackley4")
-INITIAL, BATCH = 10, 3
+INITIAL, BATCH = 10, 4
 
 
 def function(name: str) -> Any:
@@ -55,6 +57,8 @@ def regret(name: str, seed: int, rounds: int, choose: Callable[..., Tensor] | No
     """Return how far the best value of one run is from the optimum; ``choose`` is None for random search."""
     from lapwing.botorch import surrogate
 
+    warnings.simplefilter("ignore")  # of BoTorch, on restarts that did not converge
+    torch.set_num_threads(1)
     objective = function(name)
     bounds = objective.bounds
     torch.manual_seed(seed)
@@ -77,11 +81,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")  # of BoTorch, on restarts that did not converge
-    torch.set_num_threads(1)
-    start = time.process_time()
     print(f"python -m benchmarks.optimisation --seeds {arguments.seeds} --rounds {arguments.rounds}")
     print(f"torch {torch.__version__}, botorch {botorch.__version__}, {platform.machine()}, one thread")
     total = INITIAL + BATCH * arguments.rounds
@@ -89,12 +91,19 @@ def main() -> None:
     print(f"batches of {BATCH}. Mean ± standard error over {arguments.seeds} seeds; lower is better.\n")
     print(f"{'':10}  {'random search':>15}  {'qLogEI':>15}  {'Thompson':>15}  random - qLogEI  random - Thompson")
     ways = (None, expected_improvement, thompson_sampling)
+    seeds = range(arguments.seeds)
+    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
+        started = {
+            name: [[pool.submit(regret, name, seed, arguments.rounds, way) for seed in seeds] for way in ways]
+            for name in FUNCTIONS
+        }
     for name in FUNCTIONS:
-        runs = [[regret(name, seed, arguments.rounds, way) for seed in range(arguments.seeds)] for way in ways]
+        runs = [[run.result() for run in way] for way in started[name]]
         gains = [[a - b for a, b in zip(runs[0], other, strict=True)] for other in runs[1:]]
         cells = [*(f"{with_error(each):>15}" for each in runs), *(f"{with_error(each):>15}" for each in gains)]
         print(f"{name:10}  {'  '.join(cells)}", flush=True)
-    print(f"\n{time.process_time() - start:.0f} s of one core")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"\n{used.ru_utime + used.ru_stime:.0f} s of one core")
 
 
 if __name__ == "__main__":

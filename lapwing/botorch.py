@@ -38,8 +38,9 @@ except ImportError as error:
     ) from error
 
 TOGETHER = 128  # inputs whose joint covariance is computed at once; only its blocks on the diagonal are kept
-UNITS, STEPS, DECAY = 32, 400, 1e-3  # of the network that ``surrogate`` trains
-PROBES = 256  # inputs over which the prior variance is averaged
+UNITS, STEPS, DECAY = 32, 600, 1e-5  # of the network that ``surrogate`` trains
+PRIOR = 3.0  # the prior variance of standardised targets that ``surrogate`` assumes
+PROBES = 256  # inputs over which it is averaged
 FITTED = Rule("a fitted posterior from lw.fit, lw.train or lw.load", lambda value: isinstance(value, Fitted))
 
 
@@ -66,8 +67,9 @@ class LapwingModel(Model):  # type: ignore[misc]
     >>> Y = -(X - 0.4).square().sum(1, keepdim=True)
     >>> net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     >>> model = LapwingModel(lw.train(net, [(X, Y)], "regression", recipe=lw.recipes.classic(epochs=3)).posterior)
-    >>> acquisition, bounds = qLogExpectedImprovement(model, best_f=Y.max()), torch.stack([torch.zeros(2), torch.ones(2)])
-    >>> candidates, _ = optimize_acqf(acquisition, bounds.double(), q=2, num_restarts=2, raw_samples=16)
+    >>> bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    >>> acquisition = qLogExpectedImprovement(model, best_f=Y.max())
+    >>> candidates, _ = optimize_acqf(acquisition, bounds, q=2, num_restarts=2, raw_samples=16)
     >>> candidates.shape
     torch.Size([2, 2])
     """
@@ -185,9 +187,9 @@ class LapwingModel(Model):  # type: ignore[misc]
     def condition_on_observations(self, X: Tensor, Y: Tensor, **kwargs: Any) -> NoReturn:
         """Refuse: the network was trained on the data that it has."""
         raise UnsupportedError(
-            "a network is not conditioned on new observations in closed form. Train it with them and fit again, such as "
-            "by surrogate(X, Y, bounds); acquisition functions that need no fantasies, such as qLogExpectedImprovement, do not "
-            "ask for this."
+            "a network is not conditioned on new observations in closed form. Train it with them and fit again, such "
+            "as by surrogate(X, Y, bounds). Acquisition functions without fantasies, such as qLogExpectedImprovement, "
+            "do not need this."
         )
 
     def fantasize(self, X: Tensor, sampler: Any, **kwargs: Any) -> NoReturn:
@@ -268,12 +270,12 @@ def thompson(
 
 
 def surrogate(
-    X: Tensor, Y: Tensor, bounds: Tensor, *, noise_std: float = 0.02, generator: torch.Generator | None = None
+    X: Tensor, Y: Tensor, bounds: Tensor, *, noise_std: float = 0.003, generator: torch.Generator | None = None
 ) -> LapwingModel:
     """Train a small network on observations and return its exact posterior as a BoTorch model.
 
     Inputs are scaled to [-1, 1] and targets standardised. The prior precision is such that the prior variance of the
-    standardised targets is one on average over the box.
+    standardised targets is three on average over the box.
 
     Args:
         X: The inputs, (n, d).
@@ -302,7 +304,7 @@ def surrogate(
     fitted = fit(network, [(x, y)], Gaussian(noise_std=noise_std), method=KernelSpace(), prior=1.0)
     box = 2 * uniform((PROBES, X.shape[1]), torch.Generator().manual_seed(0), x) - 1
     kernel = prior_kernel(fitted.network.linearise(box).jacobians(), fitted.prior)
-    return LapwingModel(fitted.with_prior(float(kernel.diagonal().mean())), scaling, standard)
+    return LapwingModel(fitted.with_prior(float(kernel.diagonal().mean()) / PRIOR), scaling, standard)
 
 
 def _trained(x: Tensor, y: Tensor, generator: torch.Generator | None) -> nn.Module:

@@ -115,7 +115,9 @@ class ClosedForm(nn.Module):
     def _numbers(self, mean: Tensor, covs: list[Tensor]) -> Any:
         if self.returns == "logits":
             return mean
-        noise = [c.likelihood.widening * c.likelihood.noise_variance.to(mean).expand(mean.shape) for c in self.components]
+        noise = [
+            c.likelihood.widening * c.likelihood.noise_variance.to(mean).expand(mean.shape) for c in self.components
+        ]
         return mean, self._variance(covs) + self._average(noise)
 
 

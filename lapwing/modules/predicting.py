@@ -37,11 +37,11 @@ class Predicting(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             raise UnsupportedError(
-                f"this posterior has no closed form to export: {self.why}. Fit with weights=lw.last_layer, a model that "
-                "ends in nn.Linear, and Categorical (links pairwise, probit, bridge), Bernoulli or Gaussian."
+                f"this posterior has no closed form to export: {self.why}. Fit with weights=lw.last_layer, a model "
+                "that ends in nn.Linear, and Categorical (links pairwise, probit, bridge), Bernoulli or Gaussian."
             )
         device = next(self.model.parameters()).device
-        if self.fitted.network.theta().device != self.fitted.base.theta.device:  # the module was moved
+        if device != self.fitted.base.theta.device:  # the module was moved
             self.fitted = self.fitted.to(device)
         x = named if named else inputs[0] if len(inputs) == 1 else inputs
         predictive = self.fitted.predict(x)
