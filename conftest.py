@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ torch.set_num_threads(int(os.environ.get("LAPWING_TEST_THREADS", "1")))
 for accelerator in (torch.cuda, torch.xpu, torch.mtia):
     if not accelerator.is_available():  # torch.manual_seed would keep a call for it, with its stack as text: half a ms
         accelerator.manual_seed_all = lambda seed: None
+
+# Examples of modules that need a package of the integrations run where it is installed.
+collect_ignore = [f"lapwing/{name}.py" for name in ("lightning",) if find_spec(name) is None]
 
 gc.disable()  # while tests are collected: all that is made then stays
 

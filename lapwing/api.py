@@ -29,6 +29,8 @@ from lapwing.methods.protocol import Method, NeedsPrior, OverNetworks, SelectsWe
 from lapwing.methods.workload import workload_of
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
 from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
+from lapwing.networks.frameworks import plain_data, plain_module
+from lapwing.networks.heads import path_of
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -58,7 +60,7 @@ LOOKED = 4  # samples from which ``Auto`` reads the sizes of a network
 @in_all_processes
 def fit(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[Any] | None,
     likelihood: Likelihood | str,
     *,
     method: Method | OverNetworks | Auto | str | None = None,
@@ -67,6 +69,7 @@ def fit(
     validation: Iterable[Any] | None = None,
     tuner: Tuner | None = None,
     target_key: str | None = None,
+    output: str | int | tuple[str | int, ...] | None = None,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
     process_group: Any = None,
@@ -74,9 +77,11 @@ def fit(
     """Fit a posterior around the trained weights of a network. The model is not changed.
 
     Args:
-        model: The trained network, in evaluation mode.
+        model: The trained network, in evaluation mode; or a skorch net, a Lightning module or a Lightning Trainer
+            after training, in any mode.
         data: The training data: a DataLoader, a list of ``(inputs, targets)`` batches, a list of mappings that hold
-            their target, one pair of tensors, or a Dataset. It is read several times.
+            their target, one pair of tensors, or a Dataset. It is read several times. For a skorch net also a pair of
+            arrays; a Lightning data module; None for the training data of a Trainer.
         likelihood: ``lw.Categorical()``, ``lw.Gaussian()``, ``lw.Bernoulli()``, ``lw.Poisson()``,
             ``lw.HeteroscedasticGaussian()``, or a name: "classification", "regression", "binary", "multilabel",
             "counts", "heteroscedastic". The network's outputs are logits, means or log-rates.
@@ -101,6 +106,9 @@ def fit(
             from that prior.
         target_key: The key of the target in batches that are mappings; "labels", "label", "targets", "target" and "y"
             are recognised without it.
+        output: For a model that returns a dictionary, an object or a tuple, which part has the outputs: a key or the
+            name of an attribute, a position, or a tuple of them for parts inside parts. None takes ``logits`` if there
+            are any. Weights that this part does not depend on are left out. Files hold the choice.
         generator: The source of randomness for methods that draw; a fixed seed if None, so equal calls give equal
             results.
         progress: Whether to show progress bars (needs tqdm); None shows them on a terminal.
@@ -130,6 +138,7 @@ def fit(
             "are integrated by lw.tuners.Integrate; give that tuner itself to change its settings."
         )
     GENERATOR.check("generator", generator)
+    model, data = plain_module(model), plain_data(model, data)
     processes = Processes.of(process_group)
     generator = processes.generator(generator)
     chosen, why = named("method", method), ""
@@ -139,7 +148,7 @@ def fit(
         refuse_processes(chosen, processes)
         settings: dict[str, Any] = {
             "weights": weights, "prior": prior, "validation": validation, "tuner": tuner, "target_key": target_key,
-            "generator": generator, "progress": progress,
+            "output": output, "generator": generator, "progress": progress,
         }  # fmt: skip
         each = [fit(one, data, likelihood, method=chosen.method, **settings) for one in chosen.networks(model)]
         combined = chosen.combined([fitted.posterior for fitted in each])
@@ -150,7 +159,7 @@ def fit(
     held_out = None if validation is None else batches.beside(validation, "validation")
     if weights is None and isinstance(chosen, SelectsWeights):
         weights = chosen.weights
-    problem = problem_of(model, batches, likelihood, weights, prior)
+    problem = problem_of(model, batches, likelihood, weights, prior, path_of(output))
     batches = problem.network.arranging(batches)
     if isinstance(chosen, Auto):
         chosen, why = _chosen_by(chosen, problem, batches)
@@ -158,7 +167,7 @@ def fit(
     if held_out is not None:
         held_out = problem.network.arranging(held_out)
         held_out.look()
-        for batch in held_out.batches("checking validation data"):
+        for batch in held_out.batches("checking validation data", weighted=True):
             named_targets(problem.network, problem.likelihood, batch, held_out.name)
         chosen = chosen.stopped_by(held_out) if isinstance(chosen, StopsEarly) else chosen
     given = tuner
@@ -207,7 +216,9 @@ def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tup
     size, rows = problem.network.selection.size, statistics.data * statistics.outputs
     if torch.Size(problem.network.output_shape).numel() > MANY:  # a backward pass for every output of every input
         return ()
-    if rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY and data.processes.all(data.repeats()):
+    counted = data.processes.all(not data.weighted)  # a sum of weights does not say how many rows there are
+    few = counted and rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY
+    if few and data.processes.all(data.repeats()):
         method: Method = KernelSpace()
     elif size <= LARGEST:
         method = Full()
@@ -222,10 +233,11 @@ def problem_of(
     likelihood: Likelihood | str,
     weights: Weights | str | None,
     prior: Prior | float | None,
+    output: tuple[str | int, ...] = (),
 ) -> Problem:
     """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
     first, several = data.look()
-    network = Network.build(model, several.inputs, named("weights", weights))
+    network = Network.build(model, several.inputs, named("weights", weights), output)
     refuse_other_models(network.model, data.processes)
     f = network(first.inputs)
     chosen = _likelihood(likelihood, network, first, f)
@@ -247,7 +259,7 @@ def _likelihood(given: Likelihood | str, network: Network, batch: Batch, f: Tens
     likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
     likelihood.check_outputs(f.flatten(0, 1) if network.image else f)  # the channels of images are known
     likelihood.check_last(network.last_operation)
-    own = own_loss(network.replica, batch, network.plain)
+    own = None if network.output else own_loss(network.replica, batch, network.plain)  # it may be of another output
     if own is not None:
         likelihood.check_loss(f, network.arranged(batch).targets, own)
     return likelihood
@@ -304,7 +316,7 @@ def _chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
     network, selection = problem.network, problem.network.selection
     auto = replace(auto, gpu=auto.gpu or network.device.type == "cuda")
     rows, few = 0, None
-    for batch in data.batches("counting"):
+    for batch in data.batches("counting", weighted=True):
         few = network.take(batch.inputs, slice(0, LOOKED)) if few is None else few
         # Ignored data count too: they have rows of zeros in a design.
         rows += checked_targets(network, problem.likelihood, batch)[0].numel()
@@ -325,6 +337,7 @@ def train(
     recipe: Recipe | None = None,
     weights: Weights | str | None = None,
     target_key: str | None = None,
+    output: str | int | tuple[str | int, ...] | None = None,
     resume: State | str | Path | None = None,
     checkpoint: str | Path | None = None,
     progress: bool | None = None,
@@ -340,6 +353,7 @@ def train(
             for small networks), with their settings. Cost: that of training, and a fit after every epoch.
         weights: Which weights the evidence counts; all by default.
         target_key: As for ``fit``.
+        output: As for ``fit``; the loss is that of this output alone.
         resume: A state of an earlier run, or the file of its checkpoint. The run then ends where an uninterrupted one
             would, unless a loader draws from a generator of its own, which only its owner can reset.
         checkpoint: A file that is written after every epoch.
@@ -373,7 +387,8 @@ def train(
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
-    network = Network.build(copy.deepcopy(unwrapped(model)).eval(), several.inputs, named("weights", weights))
+    copied, chosen_weights = copy.deepcopy(unwrapped(model)).eval(), named("weights", weights)
+    network = Network.build(copied, several.inputs, chosen_weights, path_of(output))
     chosen = _likelihood(likelihood, network, several, network(several.inputs))
     if chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
@@ -417,5 +432,6 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
     True
     """
     PATH.check("path", path)
+    model = plain_module(model)
     device_of(model)
     return Fitted(*files.load(path, model))

@@ -17,6 +17,8 @@ from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.protocol import Cost, HasCost, Workload
 from lapwing.methods.workload import workload_of
 from lapwing.networks.forward import device_of, outside_autocast
+from lapwing.networks.frameworks import plain_module
+from lapwing.networks.heads import path_of
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -107,6 +109,7 @@ def check(
     data: int | None = None,
     auto: Auto | None = None,
     timed: bool | Sequence[str] = False,
+    output: str | int | tuple[str | int, ...] | None = None,
 ) -> Report:
     """Report how Lapwing handles a model, the memory and time of each method, and the one to choose; fit nothing.
 
@@ -121,6 +124,7 @@ def check(
         timed: Whether to fit every method to the batch and predict it, for times on this machine; or the names of the
             methods for which to do so, such as ``["kron", "diagonal"]``. A method whose trial would take more than
             ten seconds is counted at the speed of plain passes.
+        output: Which of several outputs of the model, as in ``fit``.
 
     Returns:
         The layers, the groups of weights whose scale the network ignores, the costs, and the recommended method; print
@@ -146,10 +150,11 @@ def check(
     (whole | NONE).check("data", data)
     (AUTO | NONE).check("auto", auto)
     (FLAG | NAMES).check("timed", timed)
+    model = plain_module(model)
     device = device_of(model)
     given, targets = _inputs(model, batch)
     inputs = moved(given, lambda t: t.to(device))
-    network = Network.build(model, inputs, named("weights", weights))
+    network = Network.build(model, inputs, named("weights", weights), path_of(output))
     problem = _problem(network, likelihood)
     workload = workload_of(network, inputs, data)
     layers = [

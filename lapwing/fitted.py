@@ -18,7 +18,7 @@ from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.images import pixels
 from lapwing.core.inputs import Inputs, check_finite, moved, wants_slopes
 from lapwing.core.processes import ALONE, Processes, in_all_processes
-from lapwing.core.settings import FLAG, FUNCTION, PATH, Rule, require_integer, usable_device
+from lapwing.core.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, require_integer, usable_device
 from lapwing.core.slopes import differentiable_beliefs, isolated
 from lapwing.core.state import on_device
 from lapwing.core.streams import InputStream, is_loader
@@ -40,6 +40,7 @@ from lapwing.posteriors.protocols import (
     Reweightable,
     required,
 )
+from lapwing.posteriors.updating import SUM, Updatable
 from lapwing.predictives.images import Images
 from lapwing.predictives.joined import joined, joined_beliefs, joined_processes
 from lapwing.priors.bound import BoundPrior, Prior
@@ -367,6 +368,53 @@ class Fitted:
         chosen = MaximiseEvidence() if tuner is None else tuner
         with self.processes.together():
             return replace(self, posterior=applied(chosen, self.base, processes=self.processes))
+
+    @outside_autocast
+    @torch.inference_mode(False)  # as for fit
+    def updated(
+        self,
+        data: Iterable[Any],
+        *,
+        target_key: str | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
+    ) -> Fitted:
+        """Return the posterior of the old data and these; the old data are not needed.
+
+        Sums over the data are summed further, which equals a fit to all of them at the same weights, prior and noise.
+        Those stay as they are, and so do the weights of a mixture: a posterior about data that the network was not
+        trained on has its centre at the trained weights all the same. Call ``tuned()`` to choose the prior anew.
+
+        Args:
+            data: The new data alone, in the form that ``fit`` takes. Of several processes that fitted together, all
+                call this, each with its part.
+            target_key: As for ``fit``.
+            generator: The source of randomness where the curvature is estimated from drawn labels; the sum is then one
+                of estimates.
+            progress: As for ``fit``.
+
+        Raises:
+            DataError: If the data are empty, not finite, or do not fit the likelihood.
+            UnsupportedError: If the method is none of ``Full``, ``Diagonal``, ``Kron`` and ``KernelSpace``, whose sums
+                add up.
+
+        Cost: that of a fit to the new data.
+
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+        >>> net = torch.nn.Linear(1, 1)
+        >>> options = {"likelihood": lw.Gaussian(0.1), "prior": 1.0}
+        >>> half, whole = (lw.fit(net, [(part, part)], **options) for part in (x[:20], x))
+        >>> torch.allclose(half.updated([(x[20:], x[20:])]).functions(x).std, whole.functions(x).std)
+        True
+        """
+        self._unchanged()
+        GENERATOR.check("generator", generator)
+        shown = shows_progress(progress) and self.processes.writes
+        more = Data(data, self.network.device, target_key, shown, "new data", processes=self.processes)
+        updatable = required(self.posterior, Updatable, SUM, self.method)
+        with self.processes.together():
+            return replace(self, posterior=updatable.updated(self.network.arranging(more), generator))
 
     @outside_autocast
     def effective_parameters(self) -> EffectiveParameters:

@@ -11,9 +11,10 @@ from torch import Tensor
 from lapwing.core.data import Batch, Data
 from lapwing.core.inputs import Inputs, check_finite
 from lapwing.core.processes import Processes
-from lapwing.core.schema import Either, ListOf, Real, Record, Whole
+from lapwing.core.schema import ABOVE_ZERO, Either, ListOf, Real, Record, Whole
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.weighted import as_count, spread, weighted_count, weighted_loss
 from lapwing.networks.network import Network
 from lapwing.priors.bound import BoundPrior
 
@@ -23,7 +24,7 @@ class Statistics:
     """Loss and counts of a pass over the data."""
 
     loss: float  # at unit dispersion, summed
-    data: int  # data with a target that is not ignored
+    data: int | float  # data with a target that is not ignored; the sum of their weights if they have weights
     outputs: int  # numbers predicted for each datum
     losses: tuple[float, ...] = ()  # of each output at unit noise, if each output has its own noise
 
@@ -35,11 +36,11 @@ class Statistics:
         """Return the statistics of the data of all processes; raise if no datum counts."""
         own = torch.tensor([self.loss, self.data, self.outputs, self.outputs > 0], dtype=torch.float64)
         loss, count, outputs, known = processes.sum([own])[0].tolist()  # one without data may not know the outputs
-        return replace(self, loss=loss, data=checked_count(int(count)), outputs=round(outputs / max(1, known)))
+        return replace(self, loss=loss, data=checked_count(as_count(count)), outputs=round(outputs / max(1, known)))
 
 
 STATISTICS = Record(  # what a file may hold
-    Statistics, loss=Real(), data=Whole(1), outputs=Whole(1, size="C"),
+    Statistics, loss=Real(), data=Either(Whole(1), ABOVE_ZERO), outputs=Whole(1, size="C"),
     losses=Either(ListOf(Real(0), 0), ListOf(Real(0), "C")),
 )  # fmt: skip
 
@@ -132,18 +133,19 @@ def named_targets(network: Network, likelihood: Likelihood, batch: Batch, name: 
         raise DataError(f"{name}: {error}") from error
 
 
-def data_count(network: Network, likelihood: Likelihood, data: Data) -> int:
-    """Return the number of data with a target that is not ignored, without running the network."""
-    pairs = (checked_targets(network, likelihood, batch) for batch in data.batches("counting"))
-    own = sum(int(likelihood.count(f, y)) for f, y in pairs)
+def data_count(network: Network, likelihood: Likelihood, data: Data) -> int | float:
+    """Return the number of data with a target that is not ignored, or the sum of their weights; no network runs."""
+    own = 0.0
+    for batch in data.batches("counting", weighted=True):
+        own += float(weighted_count(likelihood, *checked_targets(network, likelihood, batch), batch.weights))
     data.refuse_same_parts()
-    return checked_count(sum(data.processes.each(own)))
+    return checked_count(as_count(sum(data.processes.every(own))))
 
 
-def checked_count(count: int) -> int:
+def checked_count(count: int | float) -> int | float:
     """Return the number of data; raise if it is zero."""
     if count == 0:
-        raise DataError("every target is ignored; expected at least one that is not.")
+        raise DataError("every target is ignored, or has the weight zero; expected at least one that counts.")
     return count
 
 
@@ -154,37 +156,43 @@ def summed_loss(
 
     ``what`` names the outputs in the error for numbers that are not finite.
     """
-    own = total_loss(likelihood, _pairs(outputs, likelihood, data, "loss", what))
+    own = _total_loss(likelihood, _triples(outputs, likelihood, data, "loss", what))
     data.refuse_same_parts()
     return own.over(data.processes)
 
 
-def _pairs(
+def _triples(
     outputs: Callable[[Inputs], Tensor], likelihood: Likelihood, data: Data, label: str, what: str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield outputs in float64 and targets of every batch; raise if an output is not finite."""
-    for batch in data.batches(label):
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Yield outputs in float64, targets and weights of every batch; raise if an output is not finite."""
+    for batch in data.batches(label, weighted=True):
         f = outputs(batch.inputs).double()
         check_finite(f, what)
-        yield f, likelihood.targets(f, batch.targets)
+        yield f, likelihood.targets(f, batch.targets), batch.weights
 
 
 def total_loss(likelihood: Likelihood, pairs: Iterable[tuple[Tensor, Tensor]]) -> Statistics:
     """Return loss and counts of pairs of outputs (B, [T,] C) and checked targets."""
-    loss, count, size = 0.0, 0, 0
-    for f, y in pairs:
-        loss += float(likelihood.loss(f, y.double() if y.is_floating_point() else y).sum())
-        count += int(likelihood.count(f, y))
+    return _total_loss(likelihood, ((f, y, None) for f, y in pairs))
+
+
+def _total_loss(likelihood: Likelihood, triples: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> Statistics:
+    """Return loss and counts of outputs (B, [T,] C), checked targets and weights."""
+    loss, count, size = 0.0, 0.0, 0
+    for f, y, weights in triples:
+        loss += float(weighted_loss(likelihood, f, y.double() if y.is_floating_point() else y, weights).sum())
+        count += float(weighted_count(likelihood, f, y, weights))
         size = f.shape[-1]
-    return Statistics(loss, count, size)
+    return Statistics(loss, as_count(count), size)
 
 
 def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) -> Tensor:
     """Return the mean squared residual of each output, (C,), by one forward pass."""
-    total, count = torch.zeros(network.output_shape[-1], dtype=torch.float64, device=network.device), 0
-    for f, y in _pairs(network, likelihood, data, "residuals", "outputs of the network"):
-        residuals = (f - y.double()).reshape(-1, f.shape[-1])
-        total += residuals.square().sum(0)
-        count += len(residuals)
+    total, count = torch.zeros(network.output_shape[-1], dtype=torch.float64, device=network.device), 0.0
+    for f, y, weights in _triples(network, likelihood, data, "residuals", "outputs of the network"):
+        squares = (f - y.double()).square()
+        squares = squares if weights is None else squares * spread(weights, squares)
+        total += squares.flatten(0, -2).sum(0)
+        count += float(weighted_count(likelihood, f, y, weights))
     (total,) = data.processes.sum([total])
-    return total / checked_count(sum(data.processes.each(count)))
+    return total / checked_count(sum(data.processes.every(count)))

@@ -110,6 +110,22 @@ def noise_for_each_output(share: Share) -> Result:
     return seen(lw.fit(network(2), share.batches(x, y), likelihood, prior=1.0, process_group=share.group), x[:5])
 
 
+def weighted(share: Share) -> Result:
+    """The default for numbers with weights; two data leave one of three processes without any."""
+    x, y = numbers(2)
+    w = torch.tensor([3.0, 0.5]).double()
+    parts = zip(share.rows(x).split(1), share.rows(y).split(1), share.rows(w).split(1), strict=True)
+    data = lw.samples.weighted([part for part in parts if len(part[0])])
+    return seen(lw.fit(network(2), data, "regression", process_group=share.group), rows(5, seed=3)[0])
+
+
+def added_later(share: Share) -> Result:
+    """More data for a mixture that all processes fitted; of the new data one of three processes has none."""
+    x, y = rows()
+    fit = lw.fit(network(), share.batches(x, y), "classification", process_group=share.group)
+    return seen(fit.updated(share.batches(*rows(2, seed=5))), x[:5])
+
+
 def embedded(share: Share) -> Result:
     """A lookup, whose input factor is a diagonal: a process without data must learn that from the others."""
     torch.manual_seed(2)
@@ -374,6 +390,9 @@ EXACT = {  # sums and what follows from them in closed form: 1e-10
     "validation, 2 data": fitted(lw.Kron(), n=2, validation=held_out),
     "regression": regression,
     "noises": noise_for_each_output,
+    "weights": weighted,
+    "more data": added_later,
+    "empirical": fitted(lw.Kron(curvature="empirical"), prior=1.0),
     "embedding": embedded,
     "wide, rows": wide(8192),
     "wide, diagonal": wide(100),  # rows up to 100² / 600 = 16, more than any process has

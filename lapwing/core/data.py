@@ -24,11 +24,12 @@ from lapwing.core.progress import ProgressBar
 from lapwing.core.random import Stream, undisturbed
 from lapwing.core.reading import Reading, Readings
 from lapwing.core.settings import FLAG, KEY, NONE, seen
-from lapwing.errors import DataError
+from lapwing.core.weights import TARGET_KEYS as TARGET_KEYS
+from lapwing.core.weights import Weighted, checked_weights, target_name
+from lapwing.errors import DataError, UnsupportedError
 
 BATCH = 256  # samples in a batch of a Dataset that comes without a DataLoader
 LOOKED = 3  # batches that are looked at for one with several samples
-TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,7 @@ class Batch:
     inputs: Inputs
     targets: Tensor
     key: str | None = None  # of the targets, in a batch that is a mapping
+    weights: Tensor | None = None  # of the samples, (B,) in float64; None if each counts once
 
     @property
     def labels(self) -> bool:
@@ -52,7 +54,12 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on another device."""
-        return Batch(map_tensors(self.inputs, lambda t: t.to(device)), self.targets.to(device), self.key)
+        weights = None if self.weights is None else self.weights.to(device)
+        return Batch(map_tensors(self.inputs, lambda t: t.to(device)), self.targets.to(device), self.key, weights)
+
+    def weights_of(self, rows: slice) -> Tensor | None:
+        """Return the weights of some samples; None if each counts once."""
+        return None if self.weights is None else self.weights[rows]
 
 
 def read(source: Iterable[Any], drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
@@ -121,14 +128,22 @@ class Data:
         return Data(source, self.device, self.target_key, self.progress, name, processes=self.processes)
 
     @property
+    def weighted(self) -> bool:
+        """Whether a batch that was read had weights."""
+        return self.readings.weighted
+
+    @property
     def in_memory(self) -> bool:
         """Whether the source is a list or tuple, the same at every pass, and not a loader."""
         return isinstance(self.source, list | tuple)
 
-    def batches(self, label: str) -> Iterator[Batch]:
-        """Yield the batches in order, with a bar if ``progress`` is set, the label not empty and tqdm installed."""
+    def batches(self, label: str, weighted: bool = False) -> Iterator[Batch]:
+        """Yield the batches in order, with a bar if ``progress`` is set, the label not empty and tqdm installed.
+
+        Data with weights are refused unless the caller is ``weighted``: it uses them, or needs none.
+        """
         source = self.source
-        if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Tensor):
+        if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Tensor | Weighted):
             source = [source]
         reading = None if self.in_memory else Reading()
         rows, share = 0, self.share
@@ -138,6 +153,8 @@ class Data:
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
             batch = self._checked(batch, position)
+            if batch.weights is not None:
+                self._note_weights(weighted, label)
             if share is not None and share.rows is not None and rows + batch.n_samples > share.rows:
                 batch = self._without_repeated(batch, rows, share)
                 if not batch.n_samples:
@@ -145,7 +162,8 @@ class Data:
             rows += batch.n_samples
             if reading is not None:
                 leaves = (leaf for _, leaf in placed(batch.inputs) if isinstance(leaf, Tensor))
-                reading.add((*leaves, batch.targets), batch.n_samples)
+                tensors = (*leaves, batch.targets, batch.weights)
+                reading.add((t for t in tensors if t is not None), batch.n_samples)
                 self._refuse_more(reading)
             yield self._in_form(batch, position)
         if not rows and self.processes.alone:
@@ -155,6 +173,16 @@ class Data:
         if reading is not None:
             self.readings.add(reading)
             self._refuse_other()
+
+    def _note_weights(self, weighted: bool, label: str) -> None:
+        """Remember that there are weights; raise if the caller does not take them."""
+        self.readings.weighted = True
+        if not weighted:
+            raise UnsupportedError(
+                f"the {self.name} have weights, which are not taken here ({label}); expected data without weights. "
+                "Weights are taken by Full, Diagonal, Kron, EKron, LowRank, KernelSpace and Sampled, by the evidence, "
+                "Budget and Integrate, and by train and updated; for others repeat the samples with a large weight."
+            )
 
     def _in_form(self, batch: Batch, position: int) -> Batch:
         """Return the batch as ``arranged`` makes it; an error says which one it was."""
@@ -177,7 +205,7 @@ class Data:
             )
         flags = SampleRows().per_sample(batch.inputs, batch.n_samples)
         rows = slice(share.rows - before)
-        return Batch(take(batch.inputs, flags, rows), batch.targets[rows], batch.key)
+        return Batch(take(batch.inputs, flags, rows), batch.targets[rows], batch.key, batch.weights_of(rows))
 
     def steady(self) -> Data:
         """Return the same data, refused from now on if a pass does not give the rows of the first one.
@@ -191,7 +219,7 @@ class Data:
     def repeats(self) -> bool:
         """Return whether two passes give the same rows, in any order; read a loader until two were complete."""
         while not self.in_memory and self.readings.passes < 2:
-            for _ in self.batches("reading again"):
+            for _ in self.batches("reading again", weighted=True):
                 pass
         return not self.readings.difference
 
@@ -257,7 +285,7 @@ class Data:
         (1, 3)
         """
         batches = list[Batch]()
-        for batch in islice(self.batches(""), LOOKED):
+        for batch in islice(self.batches("", weighted=True), LOOKED):
             batches.append(batch)
             if batch.n_samples > 1:
                 break
@@ -298,22 +326,19 @@ class Data:
         return batches or [batch.to(self.device) for batch in lent]
 
     def _unpacked(self, item: Any) -> Batch:
+        """Return an item as a batch; its weights, if there are any, are not checked yet."""
         if isinstance(item, Mapping):
-            keys = [self.target_key] if self.target_key else [k for k in TARGET_KEYS if k in item]
-            if not keys or keys[0] not in item:
-                raise DataError(
-                    f"a batch with the keys {sorted(map(str, item))} has no target; "
-                    f"pass target_key=..., or use one of {', '.join(TARGET_KEYS)}."
-                )
-            return Batch({k: v for k, v in item.items() if k != keys[0]}, _targets(item[keys[0]]), keys[0])
+            name = target_name(item, self.target_key)
+            return _batch({k: v for k, v in item.items() if k != name}, item[name], name)
         if isinstance(item, tuple | list) and len(item) == 2:
             if isinstance(item[0], Mapping) and self.target_key and self.target_key in item[0]:
                 raise DataError(f"the target key {self.target_key!r} names an input of an (inputs, targets) batch.")
-            return Batch(item[0], _targets(item[1]))
+            return _batch(item[0], item[1])
         seen = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
         raise DataError(
             f"a batch is a {seen}; expected (inputs, targets) or a mapping with a target key. "
-            "Several inputs go into a tuple: ((x1, x2), y); arrays become tensors with torch.as_tensor; other items "
+            "Several inputs go into a tuple: ((x1, x2), y); weights need lw.samples.weighted(loader); arrays become "
+            "tensors with torch.as_tensor; other items "
             "are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, targets))."
         )
 
@@ -325,7 +350,17 @@ class Data:
         where = self._where(position)
         check_finite(inputs, f"inputs of {where}")
         check_finite(targets, f"targets of {where}")
-        return Batch(inputs, targets, batch.key)
+        weights = None
+        if batch.weights is not None:
+            weights = checked_weights(batch.weights, batch.n_samples, self.device, where)
+        return Batch(inputs, targets, batch.key, weights)
+
+
+def _batch(inputs: Inputs, targets: Any, key: str | None = None) -> Batch:
+    """Return the batch of targets as a user gives them, with weights or without."""
+    if isinstance(targets, Weighted):
+        return Batch(inputs, _targets(targets.targets), key, targets.weights)
+    return Batch(inputs, _targets(targets), key)
 
 
 def whole_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[Any]:
@@ -401,10 +436,12 @@ def _plain_rows(batch: Batch) -> tuple[Any, ...] | None:
     x, y = batch.inputs, batch.targets
     if not isinstance(x, Tensor) or not x.ndim or not y.ndim or len(x) != len(y):
         return None
-    return x.shape[1:], x.dtype, y.shape[1:], y.dtype
+    return x.shape[1:], x.dtype, y.shape[1:], y.dtype, batch.weights is None
 
 
 def _joined(batches: list[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
-    return Batch(torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches]))
+    inputs, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "targets"))
+    weights = [batch.weights for batch in batches if batch.weights is not None]
+    return Batch(inputs, targets, weights=torch.cat(weights) if weights else None)

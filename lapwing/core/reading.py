@@ -76,6 +76,7 @@ class Readings:
     first: Reading | None = None
     passes: int = 0
     difference: str = ""  # of a later pass to the first, in words
+    weighted: bool = False  # whether a batch had weights
     compared: bool = False  # whether the first passes of several processes were compared
 
     def add(self, reading: Reading) -> None:

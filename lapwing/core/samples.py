@@ -1,7 +1,7 @@
 """Inputs whose samples are not the rows of tensors: graphs, sequences of several lengths, one sample of many tokens.
 
 ``core/inputs.py`` takes them as one leaf of the inputs: it asks them how many samples there are, and for some of them.
-``Part`` is the sampler of a loader for several processes.
+``Part`` is the sampler of a loader for several processes, ``weighted`` gives samples weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lapwing.core.parts import Part as Part
+from lapwing.core.weights import Weighted as Weighted
+from lapwing.core.weights import weighted as weighted
 from lapwing.errors import DataError
 
 

@@ -64,8 +64,11 @@ class BlockPrecision(Protocol):
 class BlockSum(Protocol):
     """The sum of the curvature of one block over a pass."""
 
-    def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
-        """Add one chunk of data, for a run of seeds; ``first`` says whether these data are new."""
+    def add(self, part: BlockJacobian | ClosedForm, first: bool, weights: Tensor | None = None) -> None:
+        """Add one chunk of data, for a run of seeds; ``first`` says whether these data are new.
+
+        The seeds have the weights of the samples in them; ``weights`` (B,) are for sums that have no seeds.
+        """
         ...
 
     def settle(self, processes: Processes) -> None:
@@ -193,7 +196,7 @@ class DiagonalSum:
         self._squares = torch.zeros(block.form, dtype=torch.float64, device=network.device)
         self._dtype = network.dtype
 
-    def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
+    def add(self, part: BlockJacobian | ClosedForm, first: bool, weights: Tensor | None = None) -> None:
         self._squares += part.squares().reshape(self._squares.shape)
 
     def settle(self, processes: Processes) -> None:
@@ -303,7 +306,7 @@ class FullSum:
     def __init__(self, block: Block, network: Network) -> None:
         self._gram = Gram(block.size, torch.float64, network.device)
 
-    def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
+    def add(self, part: BlockJacobian | ClosedForm, first: bool, weights: Tensor | None = None) -> None:
         assert not isinstance(part, ClosedForm), "the last linear layer is kept in factors"
         self._gram.add(part.whole().flatten(0, 1), exact=True)
 

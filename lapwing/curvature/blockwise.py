@@ -182,7 +182,7 @@ def _added(total: Tensor, part: Tensor) -> Tensor:
 def blockwise_sum(sweep: Sweep, network: Network, sums: Sequence[BlockSum]) -> BlockwiseCurvature:
     """Return the sums of all blocks over a pass; ``sums`` has an empty one for each block of the network."""
     for number, part, first in sweep.blocks():
-        sums[number].add(part, first)
+        sums[number].add(part, first, sweep.weights)
         del part  # before the next one is computed
     for total in sums:
         total.settle(sweep.processes)

@@ -67,10 +67,10 @@ class _KroneckerSum:
     def __init__(self, block: Block, sharing: str, network: Network, limit: int) -> None:
         factor = lambda size: FactorSum(size, block.groups, network.device, network.dtype, limit)
         self._reduce, self._inp, self._out = sharing == "reduce", factor(block.d_in), factor(block.d_out)
-        self._rows = 0
+        self._rows = 0.0
 
-    def add(self, part: BlockJacobian | ClosedForm, first: bool) -> None:
-        rows = part.kronecker_rows(self._reduce)
+    def add(self, part: BlockJacobian | ClosedForm, first: bool, weights: Tensor | None = None) -> None:
+        rows = part.kronecker_rows(self._reduce, weights)
         if not rows.number:  # the batch does not use the block
             return
         if first:
@@ -91,12 +91,12 @@ class _KroneckerSum:
         self._out.settle(processes)
 
     def totals(self) -> list[Tensor | None]:
-        rows = torch.tensor(float(self._rows), dtype=torch.float64)
+        rows = torch.tensor(self._rows, dtype=torch.float64)
         return [*self._inp.totals(), *self._out.totals(), rows]
 
     def value(self, totals: Sequence[Any]) -> KroneckerBlock:
         half = len(totals) // 2
-        return KroneckerBlock(self._inp.value(totals[:half]), self._out.value(totals[half:-1]), int(totals[-1]))
+        return KroneckerBlock(self._inp.value(totals[:half]), self._out.value(totals[half:-1]), float(totals[-1]))
 
 
 def eigen_shared(kron: C, processes: Processes) -> C:
@@ -124,7 +124,7 @@ class Eigen:
 
         In the network's dtype: all terms are positive, and float64 products would cost more than the fit.
         """
-        out_values = self.out.values / max(self.rows, 1)
+        out_values = self.out.values / (self.rows or 1)
         products = (out_values / phi.to(out_values)).unsqueeze(-1) * self.inp.values.unsqueeze(-2)
         return precision_in(self.out.basis, self.inp.basis, products + added.to(products), scale_logdet)
 
@@ -230,7 +230,7 @@ class KroneckerBlock:
 
     def diagonal(self) -> Tensor:
         """Return the diagonal with each factor floored separately, so that it stays a Kronecker product."""
-        inp, out = self.inp.diagonal(), self.out.diagonal() / max(self.rows, 1)
+        inp, out = self.inp.diagonal(), self.out.diagonal() / (self.rows or 1)
         return floored(out).unsqueeze(-1) * floored(inp).unsqueeze(-2)
 
 

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.core.settings import NONE, one_of, require_integer
+from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import HasHessian, HasRootColumns, Likelihood
 
-CURVATURES = ("ggn", "fisher_mc")
+CURVATURES = ("ggn", "fisher_mc", "empirical")
 MANY = 64  # outputs of a sample, C or T C, up to which the exact curvature is the default
 DRAWS = 4  # labels that are drawn for each datum above that
 PLAIN = "jacobian"  # the Jacobian itself, without a likelihood: one seed for each output
@@ -30,6 +31,15 @@ def check_estimate(curvature: str | None, draws: int, allowed: tuple[str, ...] =
     require_integer("draws", draws)
 
 
+def refuse_open_noise(curvature: str | None, likelihood: Likelihood) -> None:
+    """Raise if the empirical Fisher is asked for and the noise is not known: it does not scale with the noise."""
+    if curvature == "empirical" and likelihood.learns_dispersion:
+        raise UnsupportedError(
+            "curvature is 'empirical' and the noise is to be estimated; expected a known noise, on which the empirical "
+            "Fisher depends in another way than the GGN. Give Gaussian(noise_std=...), or use curvature='ggn'."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Seeds:
     """The vectors in output space that the backward passes of a sweep start from.
@@ -37,7 +47,9 @@ class Seeds:
     With "ggn" they are the columns of the likelihood's root, so that the sum of JᵀJ over the pass is the exact GGN at
     unit dispersion. With "fisher_mc" there is one seed for each of ``draws`` labels drawn from the model, the gradient
     of the loss over √draws: an unbiased estimate for ``draws`` backward passes, whose error falls as one over the root
-    of the number of data times draws. With "jacobian" they are the unit vectors.
+    of the number of data times draws. With "empirical" there is one seed for each datum, and each token is a datum: the
+    gradient of the loss at its target, over √φ, so that the sum over φ is that of the log-likelihood. With "jacobian"
+    they are the unit vectors.
 
     ``output`` takes the seed of one output alone, for a likelihood with a noise for each output.
     """
@@ -55,16 +67,25 @@ class Seeds:
         """Whether they are drawn."""
         return self.curvature == "fisher_mc"
 
+    @property
+    def observed(self) -> bool:
+        """Whether they are gradients at the targets of the data."""
+        return self.curvature == "empirical"
+
     def count(self, output_shape: tuple[int, ...]) -> int:
         """Return the number of seeds for each sample."""
         if self.sampled:
             return self.draws
-        return torch.Size(output_shape if self.output is None else output_shape[:-1]).numel()
+        one = self.output is not None or self.observed
+        return torch.Size(output_shape[:-1] if one else output_shape).numel()
 
     def at(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
         """Return the seeds at outputs f (B, [T,] C): (K, B, [T,] C), different ones for each token."""
         if self.sampled:
             return self._drawn(likelihood, f, y)
+        if self.observed:
+            gradient = likelihood.gradient(f, y)
+            return root_seeds(gradient.unsqueeze(-1) / likelihood.dispersion.to(gradient).sqrt())
         if self.curvature == PLAIN:
             return root_seeds(torch.eye(f.shape[-1]).to(f).expand(*f.shape, f.shape[-1]))
         return root_seeds(self._columns(likelihood, f, y, slice(None)))

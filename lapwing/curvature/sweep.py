@@ -22,9 +22,10 @@ from lapwing.core.schema import SMALLEST, Array
 from lapwing.core.state import Part, State, saved
 from lapwing.curvature.draws import DrawError, Estimate
 from lapwing.curvature.protocols import Curvature
-from lapwing.curvature.seeds import MANY, Seeds
-from lapwing.errors import DataError, FileError, NumericalError
+from lapwing.curvature.seeds import MANY, PLAIN, Seeds, refuse_open_noise
+from lapwing.errors import DataError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import HasHessian, Likelihood
+from lapwing.likelihoods.weighted import as_count, weighted_count, weighted_hessian, weighted_loss, weighted_seeds
 from lapwing.networks.budget import temporary
 from lapwing.networks.closed_form import ClosedForm
 from lapwing.networks.jacobians import BlockJacobian, LayerJacobians, in_order
@@ -53,6 +54,7 @@ class Sweep:
     max_samples: int | None = None
     closed: bool = True
     error: DrawError = field(init=False, default_factory=DrawError)  # of a curvature by ``blocks``
+    weights: Tensor | None = field(init=False, default=None)  # of the samples of the present chunk, (B,)
     _drew: bool = field(init=False, default=False)  # whether a label was drawn
     own: Statistics = field(init=False)  # of this process, only after the iteration
 
@@ -69,7 +71,7 @@ class Sweep:
 
     def __iter__(self) -> Iterator[LayerJacobians]:
         for tangent, f, targets in self._chunks(self._n_seeds):
-            jacobians = tangent.jacobians(self.seeds.at(self.likelihood, f, targets))
+            jacobians = tangent.jacobians(self._weighted(self.seeds.at(self.likelihood, f, targets)))
             del tangent  # free the memory of one chunk before the next is computed
             yield jacobians
             del jacobians
@@ -135,7 +137,7 @@ class Sweep:
     @property
     def has_closed_form(self) -> bool:
         """Whether the last layer has a closed form."""
-        return self.closed and has_closed_form(self.network, self.likelihood)
+        return self.closed and not self.seeds.observed and has_closed_form(self.network, self.likelihood)
 
     @property
     def _closed_alone(self) -> bool:
@@ -147,7 +149,7 @@ class Sweep:
 
     def _closed_form(self, tangent: Tangent, f: Tensor, targets: Tensor) -> tuple[int, ClosedForm] | None:
         assert isinstance(self.likelihood, HasHessian)
-        hessian = self.likelihood.hessian(f, targets)
+        hessian = weighted_hessian(self.likelihood.hessian(f, targets), self.weights)
         hessian = hessian if self.seeds.output is None else hessian.only(self.seeds.output)
         return tangent.closed_form(hessian.diagonal, hessian.outer)
 
@@ -157,9 +159,13 @@ class Sweep:
         self._drew = self.seeds.sampled
         most = network.footprint.at_once(len(f), network.dtype, network.device, width)
         if count <= most:
-            yield self.seeds.at(self.likelihood, f, targets)
+            yield self._weighted(self.seeds.at(self.likelihood, f, targets))
         else:
-            yield from self.seeds.runs(self.likelihood, f, targets, most)
+            yield from map(self._weighted, self.seeds.runs(self.likelihood, f, targets, most))
+
+    def _weighted(self, seeds: Tensor) -> Tensor:
+        """Return the seeds times the roots of the samples' weights; the Jacobian itself has none."""
+        return seeds if self.seeds.curvature == PLAIN else weighted_seeds(seeds, self.weights)
 
     def _chunks(
         self, n_seeds: Callable[[Network], int], network: Network | None = None
@@ -174,7 +180,7 @@ class Sweep:
         # The C library returns large memory blocks to the system and maps them again at the next batch, a quarter of
         # the time of a pass. It stops below the largest block that was ever freed, up to 32 MB: so free one.
         torch.empty(min(31 * 2**20, temporary(torch.device("cpu"))), dtype=torch.uint8)
-        batches = self.data.batches(self.label)
+        batches = self.data.batches(self.label, weighted=True)
         for batch in merged(batches, lambda inputs: network.joined(inputs, n_seeds)):
             _, y = checked_targets(network, likelihood, batch)
             # Sums stay on the device until the batch is done: reading one makes a GPU wait.
@@ -185,8 +191,9 @@ class Sweep:
                 f, targets = tangent.f.to(network.dtype), y[rows]
                 if f.shape[0] != len(targets):
                     raise DataError(f"{len(targets)} inputs gave {f.shape[0]} outputs; expected one for each.")
-                total += likelihood.loss(f, targets).sum(dtype=torch.float64)
-                count = count + likelihood.count(f, targets)
+                self.weights = batch.weights_of(rows)
+                total += weighted_loss(likelihood, f, targets, self.weights).sum(dtype=torch.float64)
+                count = count + weighted_count(likelihood, f, targets, self.weights)
                 yield tangent, f, targets
                 del tangent  # before the next chunk is computed
             if not math.isfinite(total - before):
@@ -194,11 +201,13 @@ class Sweep:
                 raise NumericalError(
                     "the loss is not finite although inputs, targets and outputs are; check the scale."
                 )
-        self.own = Statistics(float(total), int(count), network.output_shape[-1])
+        self.own = Statistics(float(total), as_count(count), network.output_shape[-1])
 
 
 class MixableCurvature(Curvature, Protocol):
     """A curvature of which weighted sums can be formed."""
+
+    def __add__(self: S, other: S) -> S: ...
 
     def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
         """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
@@ -216,6 +225,13 @@ class PerOutputCurvature:
 
     parts: tuple[MixableCurvature, ...]
     start: Tensor  # s, (C,)
+
+    def __add__(self, other: PerOutputCurvature) -> PerOutputCurvature:
+        """Return the curvatures of both data sets, which must be in the same units."""
+        if not torch.equal(self.start, other.start):
+            raise UnsupportedError("curvatures for each output under different initial noise ratios do not add.")
+        total = tuple(one + two for one, two in zip(self.parts, other.parts, strict=True))
+        return PerOutputCurvature(total, self.start)
 
     def at(self, ratios: Tensor) -> Curvature:
         """Return the curvature under these ratios (C,), differentiable in them."""
@@ -265,6 +281,7 @@ def chosen_seeds(
     not depend on those of others.
     """
     network, likelihood = problem.network, problem.likelihood
+    refuse_open_noise(curvature, likelihood)
     if curvature is None:
         each = likelihood.learns_ratios and likelihood.ratios is not None
         few = Seeds(output=0 if each else None).count(network.output_shape) <= MANY

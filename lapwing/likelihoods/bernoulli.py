@@ -20,6 +20,7 @@ from lapwing.likelihoods.hessian import OutputHessian
 from lapwing.likelihoods.protocol import (
     LogitLikelihood,
     check_logit_settings,
+    less_root,
     matched,
     plain_numbers,
     refuse_other_loss,
@@ -123,6 +124,9 @@ class Bernoulli(LogitLikelihood):
         p = f.sigmoid()
         drawn = uniform(tuple(p.shape), generator, p) < p
         return (p - drawn.to(p)) * self._weight(y).sqrt()
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return less_root(super().gradient(f, y), self._weight(y).to(f))
 
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
         return y[..., 0].numel() if self.ignore_index is None else (~self.ignored(y)).any(-1).sum()

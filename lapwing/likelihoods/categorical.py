@@ -13,23 +13,27 @@ from torch import Tensor
 from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.random import classes
-from lapwing.core.schema import MEMBERS, MOST, Field, Flag, ListOf, Maybe, Real, Whole
-from lapwing.core.settings import FLAG, INTEGER, Rule, integer, is_integer, require
+from lapwing.core.schema import MEMBERS, MOST, Field, Flag, Later, ListOf, Maybe, Real, Whole
+from lapwing.core.settings import FLAG, INTEGER, Rule, integer, is_integer, is_real, require
 from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.hessian import OutputHessian
 from lapwing.likelihoods.protocol import (
     LogitLikelihood,
     check_logit_settings,
+    less_root,
     plain_numbers,
     refuse_other_loss,
     refuse_unused,
     same_loss,
 )
+from lapwing.predictives.protocol import checked_distributions, is_soft
 from lapwing.predictives.sampled import SoftmaxSamples
 from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
 
 AVERAGED = ("pairwise", "mc")  # links that stand for the average softmax; the others were chosen for their formula
+
+SMOOTHING = Rule("a number from 0, below 1", lambda v: is_real(v) and 0 <= v < 1, DataError)
 
 CLASS_DIM = Rule(
     "-1: classes are the last dimension of outputs (B, T, C). Wrap a model that returns (B, C, T) in a module whose "
@@ -42,6 +46,8 @@ CLASS_DIM = Rule(
 @dataclass(frozen=True, eq=False)
 class Categorical(LogitLikelihood):
     """Classification into C classes: a softmax over logits and the cross-entropy loss.
+
+    Targets are class numbers (B, [T]), or probabilities of the classes (B, [T,] C) in floating point.
 
     Args:
         class_weights: Weight of each class (C,), as in ``nn.CrossEntropyLoss``.
@@ -58,9 +64,12 @@ class Categorical(LogitLikelihood):
             tokens. The last output then has no target.
         class_dim: -1 states that the classes are the last dimension of outputs (B, T, C). It is needed only where T
             and C are equal, so that the shape does not show it.
+        label_smoothing: As in ``nn.CrossEntropyLoss``: the share of every target that is spread evenly over all
+            classes. It changes the loss and the evidence; without class weights the curvature does not depend on it.
 
     Raises:
-        DataError: The link is unknown, the temperature not positive, or a class weight negative.
+        DataError: The link is unknown, the temperature not positive, a class weight negative, or ``label_smoothing``
+            not below 1.
         UnsupportedError: ``class_dim`` is not the last dimension.
 
     >>> likelihood = Categorical(link="bridge")
@@ -77,14 +86,17 @@ class Categorical(LogitLikelihood):
     link_temperature: float = 1.0
     shift: bool = False
     class_dim: int | None = None
+    label_smoothing: float = 0.0
     saved_settings: ClassVar[Mapping[str, Field]] = {
         "class_weights": Maybe(ListOf(Real(0), "C")), "ignore_index": Whole(-MOST), "samples": Whole(1, MEMBERS),
         "seed": Whole(-MOST), "shift": Flag(), "class_dim": Maybe(Whole(-1, -1)),
+        "label_smoothing": Later(Real(0, 1)),
     }  # fmt: skip
 
     def __post_init__(self) -> None:
         check_logit_settings(self, LINKS, class_weights=self.class_weights)
         require(self, ignore_index=INTEGER, samples=integer(1), seed=integer(0), shift=FLAG, class_dim=CLASS_DIM)
+        require(self, label_smoothing=SMOOTHING)
 
     @property
     def ignores_common_shift(self) -> bool:
@@ -94,13 +106,18 @@ class Categorical(LogitLikelihood):
         count = f.shape[-1]
         if count == 1:
             raise DataError("Categorical: the network has one output; expected two or more. Use Bernoulli().")
+        if self.class_weights is not None and len(self.class_weights) != count:
+            raise DataError(f"Categorical: {len(self.class_weights)} class weights for {count} classes.")
+        if is_soft(y, f):
+            return self._soft_targets(f, y)
         if y.shape == (*f.shape[:-1], 1):
             y = y.squeeze(-1)
         if y.shape != f.shape[:-1] or y.is_floating_point() or y.is_complex():
             raise DataError(
                 f"Categorical: targets have the shape {tuple(y.shape)} and dtype {y.dtype}, outputs "
-                f"{tuple(f.shape)}; expected whole class numbers of shape {tuple(f.shape[:-1])}. "
-                "Use y.argmax(-1) for one-hot targets, or Bernoulli() for several labels at once"
+                f"{tuple(f.shape)}; expected whole class numbers of shape {tuple(f.shape[:-1])}, or "
+                f"probabilities in floating point of shape {tuple(f.shape)}. Use y.argmax(-1) for one-hot targets, or "
+                "Bernoulli() for several labels at once"
                 f"{'; classes are the last dimension of outputs (B, T, C)' if f.ndim == 3 else ''}."
             )
         y = y.long()
@@ -112,13 +129,17 @@ class Categorical(LogitLikelihood):
                 f"Categorical: targets run from {low} to {high}; expected 0..{count - 1}, or "
                 f"ignore_index={self.ignore_index}."
             )
-        if self.class_weights is not None and len(self.class_weights) != count:
-            raise DataError(f"Categorical: {len(self.class_weights)} class weights for {count} classes.")
         if not self.shift:
             return y
         if y.ndim != 2:
             raise DataError(f"Categorical(shift=True): targets {tuple(y.shape)}; expected tokens (B, T).")
         return torch.cat([y[:, 1:], torch.full_like(y[:, :1], self.ignore_index)], 1)
+
+    def _soft_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return targets that are probabilities of the classes; raise if their rows are no distributions."""
+        if self.shift:
+            raise DataError("Categorical(shift=True): targets are probabilities; expected tokens (B, T).")
+        return checked_distributions(y.to(f.dtype))
 
     def check_outputs(self, f: Tensor) -> None:
         """Raise if the outputs are probabilities, which as logits would be near uniform, or do not show the classes."""
@@ -145,9 +166,11 @@ class Categorical(LogitLikelihood):
         return dict.fromkeys(("sigmoid", "hardsigmoid", "softmax"), advice)
 
     def ignored(self, y: Tensor) -> Tensor:
-        return y == self.ignore_index
+        return torch.zeros_like(y, dtype=torch.bool) if y.is_floating_point() else y == self.ignore_index
 
     def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
+        if y.is_floating_point():  # probabilities, all of which count
+            return super().known_log_prob(predictive, y)
         ignored = self.ignored(y)
         log_prob: Tensor = predictive.log_prob(y.masked_fill(ignored, 0))
         return log_prob.masked_fill(ignored, 0)
@@ -159,29 +182,40 @@ class Categorical(LogitLikelihood):
                 "link='pairwise', 'probit' or 'bridge'."
             )
         refuse_unused("Categorical", class_weights=self.class_weights, temperature=self.temperature)
+        refuse_unused("Categorical", 0, label_smoothing=self.label_smoothing)
 
     def _weight(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """Return the weight of every datum, or None if all are one."""
-        if self.class_weights is None and not self._ignores(y):
-            return None
+        """Return the weight of every datum, Σ_c w_c t_c for a target t, or None if all are one."""
+        if self.class_weights is None:
+            return self.ignored(y).logical_not_().to(f.dtype) if self._ignores(y) else None
+        table = torch.as_tensor(self.class_weights, dtype=f.dtype, device=f.device)
         ignored = self.ignored(y)
-        table = f.new_ones(f.shape[-1])
-        if self.class_weights is not None:
-            table = torch.as_tensor(self.class_weights, dtype=f.dtype, device=f.device)
-        return table[y.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+        weight = y.to(f.dtype) @ table if y.is_floating_point() else table[y.masked_fill(ignored, 0)]
+        if self.label_smoothing:
+            weight = torch.lerp(weight, table.mean().expand_as(weight), self.label_smoothing)
+        return weight if y.is_floating_point() else weight.masked_fill(ignored, 0)
 
     def _ignores(self, y: Tensor) -> bool:
-        """Return whether some target is ignored; always true on a GPU, where asking would wait for the device."""
-        if y.is_cuda:
-            return True
+        """Return whether some target is ignored; always true for classes on a GPU, where asking would wait for it."""
+        if y.is_floating_point() or y.is_cuda:
+            return not y.is_floating_point()
         low = int(y.min())
         return (low < 0 or self.ignore_index >= 0) and bool(self.ignored(y).any())
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        weight = self._weight(f, y)
-        safe = y if weight is None else y.masked_fill(self.ignored(y), 0)
-        nll = -F.log_softmax(f, -1).gather(-1, safe.unsqueeze(-1)).squeeze(-1)
-        return nll if weight is None else nll * weight
+        """Return the cross-entropy -Σ_c w_c t_c log p_c, with t the target after label smoothing."""
+        log_p = F.log_softmax(f, -1)
+        if self.class_weights is not None:
+            log_p = log_p * torch.as_tensor(self.class_weights, dtype=f.dtype, device=f.device)
+        ignores = self._ignores(y)
+        if y.is_floating_point():
+            nll = -(y.to(f.dtype) * log_p).sum(-1)
+        else:
+            safe = y.masked_fill(self.ignored(y), 0) if ignores else y
+            nll = -log_p.gather(-1, safe.unsqueeze(-1)).squeeze(-1)
+        if self.label_smoothing:
+            nll = torch.lerp(nll, -log_p.mean(-1), self.label_smoothing)
+        return nll.masked_fill(self.ignored(y), 0) if ignores else nll
 
     def root(self, f: Tensor, y: Tensor) -> Tensor:
         r"""Return R = diag(√p) Q (B, [T,] C, C - 1) with Q orthonormal and orthogonal to √p.
@@ -220,6 +254,10 @@ class Categorical(LogitLikelihood):
         weight = self._weight(f, y)
         return gradient if weight is None else gradient * weight.sqrt().unsqueeze(-1)
 
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        slope, weight = super().gradient(f, y), None if self.class_weights is None else self._weight(f, y)
+        return slope if weight is None else less_root(slope, weight.unsqueeze(-1))
+
     def check_loss(self, f: Tensor, y: Tensor, own: Tensor) -> None:
         remedy = ""
         if f.ndim == 3 and not self.shift and same_loss(replace(self, shift=True)._mean_loss(f, y), own):
@@ -228,10 +266,10 @@ class Categorical(LogitLikelihood):
 
     def _mean_loss(self, f: Tensor, y: Tensor) -> Tensor:
         y = self.targets(f, y)
-        return replace(self, class_weights=None).loss(f, y).sum() / self.count(f, y)
+        return replace(self, class_weights=None, label_smoothing=0.0).loss(f, y).sum() / self.count(f, y)
 
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
-        return (y != self.ignore_index).sum() if self._ignores(y) else y.numel()
+        return (y != self.ignore_index).sum() if self._ignores(y) else f[..., 0].numel()
 
     def predict(self, belief: FunctionGaussian) -> SoftmaxPredictive:
         belief = belief.marginal.scaled(1 / self.link_temperature)
@@ -250,5 +288,6 @@ class Categorical(LogitLikelihood):
             "link": self.link, "samples": self.samples, "seed": self.seed, "link_temperature": self.link_temperature,
         }  # fmt: skip
         tokens = {"ignore_index": self.ignore_index, "shift": self.shift, "class_dim": self.class_dim}
-        settings = {"class_weights": plain_numbers(self.class_weights), **tokens, **link}
+        smoothing = {"label_smoothing": self.label_smoothing} if self.label_smoothing else {}
+        settings = {"class_weights": plain_numbers(self.class_weights), **tokens, **link, **smoothing}
         return State("Categorical", settings, {"dispersion": self.dispersion.detach()})

@@ -52,6 +52,16 @@ class Likelihood(Protocol):
         """Return the gradient of the loss in f at a label drawn from the model, (B, [T,] C)."""
         ...
 
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the gradient of the loss in f at the targets themselves, (B, [T,] C), for the empirical Fisher.
+
+        If the loss has a weight, it is that of the plain loss times the root of the weight, as in ``root``.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = f.detach().clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.loss(leaf, y).sum(), leaf)
+        return slope
+
     def predict(self, belief: FunctionGaussian) -> Any:
         """Return the predictive distribution of y, for each input by itself."""
         ...
@@ -266,14 +276,19 @@ def refuse_other_loss(likelihood: str, loss: Tensor, own: Tensor, remedy: str = 
         )
 
 
-def refuse_unused(likelihood: str, **settings: Any) -> None:
-    """Raise if one of these settings differs from one: the predictive does not depend on it."""
+def refuse_unused(likelihood: str, neutral: float = 1, /, **settings: Any) -> None:
+    """Raise if one of these settings differs from its neutral value: the predictive does not depend on it."""
     for name, value in settings.items():
-        if value is not None and bool((torch.as_tensor(value) != 1).any()):
+        if value is not None and bool((torch.as_tensor(value) != neutral).any()):
             raise UnsupportedError(
                 f"{name} of {likelihood} is {value}; expected none, since the predictive log-likelihood, on which "
                 f"FMGP() and VaLLA() with alpha above 0 learn, does not depend on it. Use VaLLA(alpha=0), or no {name}."
             )
+
+
+def less_root(slope: Tensor, weight: Tensor) -> Tensor:
+    """Return the slope of a weighted loss divided by the root of its weight; zero where the weight is."""
+    return torch.where(weight > 0, slope * weight.clamp_min(torch.finfo(weight.dtype).tiny).rsqrt(), 0.0)
 
 
 def matched(f: Tensor, y: Tensor, name: str) -> Tensor:

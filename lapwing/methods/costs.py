@@ -35,7 +35,7 @@ class Workload:
     inputs: int  # of a prediction
     single: bool = False  # weights are chosen one by one, so they have no Kronecker structure
     dropout: bool = False  # the model has a dropout layer
-    drawn: int | None = None  # labels for each datum, if the curvature is estimated from them
+    drawn: int | None = None  # labels for each datum, if the curvature is estimated from them; or targets
 
     @property
     def outputs(self) -> int:
@@ -45,6 +45,9 @@ class Workload:
     def with_curvature(self, curvature: str | None, draws: int) -> Workload:
         """Return the workload of this curvature; None is the default, an estimate where there are many outputs."""
         many = self.outputs > MANY and not all(block.closed for block in self.blocks)
+        if curvature == "empirical":  # one gradient for each token, of the last layer too
+            blocks = tuple(replace(block, closed=False) for block in self.blocks)
+            return replace(self, blocks=blocks, drawn=torch.Size(self.output_shape[:-1]).numel())
         estimated = curvature == "fisher_mc" or (curvature is None and many)
         return replace(self, drawn=draws if estimated else None)
 

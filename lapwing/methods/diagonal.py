@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from lapwing.core.data import Data
+from lapwing.core.schema import Field, Maybe, Text, Whole
 from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.blockwise import blockwise_sum
 from lapwing.curvature.seeds import DRAWS, check_estimate
 from lapwing.curvature.sweep import chosen_seeds, swept
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
+from lapwing.posteriors.updating import Sums, sums_data
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 
 
+@sums_data
 @dataclass(frozen=True)
 class Diagonal:
     """The exact diagonal of the GGN: the smallest and fastest curvature, without correlations between weights.
 
     Args:
-        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), or None:
-            exact up to 64 outputs of a sample, C or T C, and estimated above. The last linear layer is always exact.
+        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), "empirical"
+            (from gradients at the targets of the data, see docs/methods/full.md), or None: exact up to 64 outputs of a
+            sample, C or T C, and estimated above. The last linear layer is exact for all but "empirical".
         draws: The number of labels drawn for each datum where the curvature is estimated. The error falls as one over
             the root of data times draws; ``posterior.findings`` states it.
 
@@ -45,16 +50,20 @@ class Diagonal:
     curvature: str | None = None
     draws: int = DRAWS
     spans_processes: ClassVar[bool] = True
+    saved_settings: ClassVar[Mapping[str, Field]] = {"curvature": Maybe(Text()), "draws": Whole(1)}
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Diagonal(), "orthogonal"),))
 
     def __post_init__(self) -> None:
         check_estimate(self.curvature, self.draws)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)
+
+    def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         network = problem.network
         compute = lambda sweep: blockwise_sum(sweep, network, [DiagonalSum(block, network) for block in network.layout])
         seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
-        return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Diagonal"))
+        return swept(compute, problem, data, seeds, "Diagonal")
 
     def cost(self, workload: Workload) -> Cost:
         workload, size = workload.with_curvature(self.curvature, self.draws), workload.weights

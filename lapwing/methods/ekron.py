@@ -24,7 +24,8 @@ class EKron:
     """The Kronecker eigenbasis of ``Kron`` with the exact diagonal of the curvature in it (EKFAC).
 
     Args:
-        curvature: "ggn", "fisher_mc" or None, as in ``Kron``; labels are drawn independently in both passes.
+        curvature: "ggn", "fisher_mc", "empirical" or None, as in ``Kron``; labels are drawn independently in both
+            passes.
         sharing: "expand" or "reduce", the convention for the eigenbasis, as in ``Kron``.
         full_limit: The number of entries up to which the block of a parameter that is not the weight of a linear map
             is a full matrix.

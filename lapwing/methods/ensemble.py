@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from lapwing.errors import ModelError, UnsupportedError
 from lapwing.methods.protocol import Conformance, Cost, Workload
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import is_recurrent, needs_plain_kernels, output_alone, refuse_training_mode, shaped
+from lapwing.networks.heads import Path
 from lapwing.networks.replica import Replica, can_be_copied
 from lapwing.posteriors.members import MembersPosterior, mean_of, outputs_of
 from lapwing.problem import Problem, summed_loss
@@ -83,11 +84,11 @@ class Ensemble:
             if not isinstance(model, nn.Module):
                 raise ModelError(f"a member is a {type(model).__name__}; expected a trained torch.nn.Module.")
             refuse_training_mode(model)
-        networks = Networks(tuple(models))
+        networks = Networks(tuple(models), output=network.output)
         outputs = partial(outputs_of, networks, network)
         statistics = summed_loss(mean_of(outputs), problem.likelihood, data, "outputs of a member")
         problem = problem.with_residual_noise(statistics).with_known_prior()
-        networks = Networks(networks.models, tuple(map(Fingerprint.of, models)))
+        networks = replace(networks, fingerprints=tuple(map(Fingerprint.of, models)))
         return MembersPosterior(problem, networks, statistics, network.theta())
 
     def cost(self, workload: Workload) -> Cost:
@@ -108,11 +109,12 @@ class Networks:
 
     models: tuple[nn.Module, ...]
     fingerprints: tuple[Fingerprint, ...] = ()  # of the models at the fit
+    output: Path = ()  # which of several outputs of each, see Network.output
     _replicas: tuple[Replica, ...] = field(init=False)
     together: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        vars(self)["_replicas"] = tuple(Replica(model, (), can_be_copied(model)) for model in self.models)
+        vars(self)["_replicas"] = tuple(Replica(model, (), can_be_copied(model), self.output) for model in self.models)
 
     def __len__(self) -> int:
         return len(self.models)

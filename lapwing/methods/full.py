@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ import torch
 
 from lapwing.core.data import Data
 from lapwing.core.memory import BEYOND, budget
+from lapwing.core.schema import Field, Maybe, Text, Whole
 from lapwing.core.settings import require_integer
 from lapwing.curvature.full import full_curvature
 from lapwing.curvature.hessian import full_hessian
@@ -18,6 +20,7 @@ from lapwing.curvature.sweep import chosen_seeds, swept
 from lapwing.errors import UnsupportedError
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Work, Workload
 from lapwing.methods.work import HALVES
+from lapwing.posteriors.updating import Sums, sums_data
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 
@@ -25,12 +28,14 @@ ALWAYS = 30_000  # weights that are accepted on every device, 7 GB for each matr
 MATRICES = 4  # of P² numbers that a fit and its first prediction hold: H, Λ, its factor, and room for the Jacobians
 
 
+@sums_data
 @dataclass(frozen=True)
 class Full:
     """The exact (P, P) precision, for small networks, last layers and subnetworks; the reference for other methods.
 
     Args:
-        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), or "hessian"
+        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), "empirical"
+            (the sum of g gᵀ over gradients of the log-likelihood at the targets, see docs/methods/full.md) or "hessian"
             (the Hessian of the loss, which need not be positive; a precision that is not positive definite raises
             ``NumericalError``).
         limit: The largest number of weights P that is accepted; the matrix takes 8 P² bytes. None accepts 30,000, and
@@ -57,6 +62,7 @@ class Full:
     limit: int | None = None
     draws: int = DRAWS
     spans_processes: ClassVar[bool] = True
+    saved_settings: ClassVar[Mapping[str, Field]] = {"curvature": Text(), "limit": Maybe(Whole(1)), "draws": Whole(1)}
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Full(), "network"),))
 
     def __post_init__(self) -> None:
@@ -66,6 +72,9 @@ class Full:
         require_integer("draws", self.draws)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)
+
+    def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         network = problem.network
         size, most = network.selection.size, self._most(network.device)
         if size > most:
@@ -74,10 +83,10 @@ class Full:
                 "Use Kron(), LowRank() or Diagonal(), weights=last_layer, or raise Full(limit=...)."
             )
         if self.curvature == "hessian":
-            return WeightPosterior.fitted(problem, *full_hessian(network, problem.likelihood, data))
+            return *full_hessian(network, problem.likelihood, data), None
         compute = lambda sweep: full_curvature(sweep, network)
         seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
-        return WeightPosterior.fitted(problem, *swept(compute, problem, data, seeds, "Full"))
+        return swept(compute, problem, data, seeds, "Full")
 
     def _most(self, device: torch.device) -> int:
         """Return the largest number of weights that is accepted on a device."""
@@ -89,8 +98,8 @@ class Full:
         size, most = workload.weights, self._most(workload.device)
         if size > most:
             return Cost.refused(f"over {most} weights: choose fewer")
-        head = workload.lone_head
         workload = workload.with_curvature(self.curvature, self.draws)
+        head = workload.lone_head
         formed = Work() if head else workload.whole(workload.seeds)
         fit = workload.blockwise + formed + Work(doubles=(0.4 if head else HALVES * workload.seeds) * size**2)
         whole = Work() if head else workload.whole(workload.outputs)

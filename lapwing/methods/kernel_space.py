@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.memory import evenly, fitting
+from lapwing.core.schema import Field, Text, Whole
 from lapwing.core.settings import require_integer
 from lapwing.core.spectra import svd
 from lapwing.curvature.low_rank import LowRankCurvature
-from lapwing.curvature.seeds import checked_curvature
+from lapwing.curvature.seeds import checked_curvature, refuse_open_noise
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Work, Workload
+from lapwing.posteriors.updating import Sums, sums_data
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from lapwing.tangent.design import NetworkDesign, refuse_unsteady
@@ -24,6 +27,7 @@ from lapwing.tangent.design import NetworkDesign, refuse_unsteady
 COLUMNS = 2**16  # weights that are rotated at a time
 
 
+@sums_data
 @dataclass(frozen=True)
 class KernelSpace:
     r"""The same posterior as ``Full``, from the nC rows of X = Rᵀ J: for few data and many weights.
@@ -34,7 +38,7 @@ class KernelSpace:
 
     Args:
         limit: The largest nC (data times outputs) that is accepted.
-        curvature: "ggn" only.
+        curvature: "ggn", or "empirical" (from the gradients of the loss at the targets; see docs/methods/full.md).
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, if nC is above ``limit``.
@@ -54,15 +58,20 @@ class KernelSpace:
     limit: int = 8192
     curvature: str = "ggn"
     spans_processes: ClassVar[bool] = True
+    saved_settings: ClassVar[Mapping[str, Field]] = {"limit": Whole(1), "curvature": Text()}
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: KernelSpace(), "network"),))
 
     def __post_init__(self) -> None:
         require_integer("limit", self.limit)
-        checked_curvature(self.curvature, ("ggn",))
+        checked_curvature(self.curvature, ("ggn", "empirical"))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)
+
+    def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         network = problem.network
-        design = NetworkDesign.build(network, problem.likelihood, data)
+        refuse_open_noise(self.curvature, problem.likelihood)
+        design = NetworkDesign.build(network, problem.likelihood, data, curvature=self.curvature)
         if design.rows > self.limit:
             raise UnsupportedError(
                 f"KernelSpace() over {design.rows} rows (data times outputs) needs {8 * design.rows**2 / 2**30:.1f} "
@@ -73,7 +82,7 @@ class KernelSpace:
         rows = design.whole()
         ((values, vectors),) = data.processes.shared([partial(eigenpairs, rows)], [1.0], network.device)
         curvature = LowRankCurvature(values, vectors, network.layout, network.selection)
-        return WeightPosterior.fitted(problem, curvature, design.statistics)
+        return curvature, design.statistics, None
 
     def cost(self, workload: Workload) -> Cost:
         rows, size = workload.rows, workload.weights

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from lapwing.core.data import Data
+from lapwing.core.schema import Field, Maybe, Text, Whole
 from lapwing.curvature.factors import FACTOR_LIMIT
 from lapwing.curvature.kronecker import check_settings, eigen_shared, kronecker_curvature
 from lapwing.curvature.seeds import DRAWS
 from lapwing.curvature.sweep import chosen_seeds, swept
 from lapwing.methods.kronecker_work import KroneckerWork
 from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
+from lapwing.posteriors.updating import Sums, sums_data
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 
@@ -22,6 +25,7 @@ LIMITS = (FACTOR_LIMIT, 4096, 2048, 1024, 512)  # of factors that ``Auto`` tries
 DECOMPOSITION = {"cpu": 7, "gpu": 33}
 
 
+@sums_data
 @dataclass(frozen=True)
 class Kron:
     """Kronecker-factored curvature over all layers (KFAC); the default.
@@ -30,8 +34,9 @@ class Kron:
     a diagonal above.
 
     Args:
-        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), or None:
-            exact up to 64 outputs of a sample, C or T C, and estimated above. The last linear layer is always exact.
+        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), "empirical"
+            (from gradients at the targets of the data, see docs/methods/full.md), or None: exact up to 64 outputs of a
+            sample, C or T C, and estimated above. The last linear layer is exact for all but "empirical".
         sharing: How to treat a weight that is used at many positions (pixels, tokens, time steps). "expand" treats
             positions as further data; "reduce" first sums the gradients and averages the inputs over them.
         full_limit: The number of entries up to which the block of such a parameter is a full matrix.
@@ -62,6 +67,10 @@ class Kron:
     draws: int = DRAWS
     factor_limit: int = FACTOR_LIMIT
     spans_processes: ClassVar[bool] = True
+    saved_settings: ClassVar[Mapping[str, Field]] = {
+        "curvature": Maybe(Text()), "sharing": Text(), "full_limit": Whole(0), "draws": Whole(1),
+        "factor_limit": Whole(1),
+    }  # fmt: skip
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: Kron(), "linear", prior="input"),
@@ -73,11 +82,14 @@ class Kron:
         check_settings(self.curvature, self.draws, self.sharing, self.full_limit, self.factor_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)
+
+    def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         limits = self.full_limit, self.factor_limit
         compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, *limits)
         seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
         curvature, statistics, estimate = swept(compute, problem, data, seeds, "Kron")
-        return WeightPosterior.fitted(problem, eigen_shared(curvature, data.processes), statistics, estimate)
+        return eigen_shared(curvature, data.processes), statistics, estimate
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:

@@ -12,7 +12,7 @@ from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
 from lapwing.core.settings import POSITIVE, require_integer
 from lapwing.curvature.low_rank import LowRankCurvature
-from lapwing.curvature.seeds import checked_curvature
+from lapwing.curvature.seeds import checked_curvature, refuse_open_noise
 from lapwing.linalg.design import gram_product
 from lapwing.linalg.krylov import OVERSAMPLE, leading_eigenpairs
 from lapwing.methods.protocol import Conformance, Cost, Exactness, Work, Workload
@@ -33,10 +33,10 @@ class LowRank:
         block: The number of vectors that are multiplied by the GGN at a time.
         tolerance: The residual of an eigenpair, relative to the largest eigenvalue, at which the iteration stops. The
             largest residual reached is ``posterior.curvature.residual``.
-        curvature: "ggn" only.
+        curvature: "ggn", or "empirical" (from the gradients of the loss at the targets; see docs/methods/full.md).
 
     Raises:
-        UnsupportedError: If a setting is not a positive number, or ``curvature`` is not "ggn".
+        UnsupportedError: If a setting is not a positive number, or ``curvature`` is not one of the above.
 
     Cost: one pass over the data for each block. The basis takes max(2 rank, rank + 20) P float64 numbers, a block a
     few times its size besides, and the eigenvectors rank P in the end.
@@ -63,11 +63,13 @@ class LowRank:
         for name in ("rank", "block"):
             require_integer(name, getattr(self, name))
         POSITIVE.check("tolerance", self.tolerance)
-        checked_curvature(self.curvature, ("ggn",))
+        checked_curvature(self.curvature, ("ggn", "empirical"))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network
-        design = replace(NetworkDesign.build(network, problem.likelihood, data), exact=True)
+        refuse_open_noise(self.curvature, problem.likelihood)
+        design = NetworkDesign.build(network, problem.likelihood, data, curvature=self.curvature)
+        design = replace(design, exact=True)
         generator = generator_or_default(generator)
         pairs = leading_eigenpairs(
             partial(gram_product, design),

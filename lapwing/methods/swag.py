@@ -242,7 +242,7 @@ class Descent:
         return float(loss.detach()), count, network.selection.picked(full) / count
 
 
-def _decay(weight_decay: float | None, problem: Problem, count: int) -> Tensor:
+def _decay(weight_decay: float | None, problem: Problem, count: float) -> Tensor:
     """Return the given weight decay; else that of a given prior, φ A/n; else zero."""
     prior = problem.prior
     if weight_decay is not None:

@@ -23,12 +23,14 @@ class ClosedForm:
     diagonal: Tensor  # (G, B T, d_out), float64
     outer: Tensor | None  # (G, M, B T, d_out), float64
 
-    def kronecker_rows(self, reduce: bool) -> KroneckerRows:
+    def kronecker_rows(self, reduce: bool, weights: Tensor | None = None) -> KroneckerRows:
         """Return what the two Kronecker factors are sums of. A datum has one position, so ``reduce`` pools inputs."""
-        pooled = reduce and self.a.shape[2] > 1
-        a = self.a.mean(2) if pooled else self.a.flatten(1, 2)
+        a = self.a if weights is None else self.a * weights.sqrt().to(self.a)[:, None, None]
+        pooled = reduce and a.shape[2] > 1
+        a = a.mean(2) if pooled else a.flatten(1, 2)
+        number = a.shape[1] if weights is None else float(weights.sum()) * (a.shape[1] // len(weights))
         outer = None if self.outer is None else self.outer.flatten(1, 2)
-        return KroneckerRows(a, None, outer, False, a.shape[1], self.diagonal.sum(1))
+        return KroneckerRows(a, None, outer, False, number, self.diagonal.sum(1))
 
     def squares(self) -> Tensor:
         """Return the diagonal of JᵀHJ, (G, d_out, d_in)."""

@@ -44,7 +44,7 @@ class DenseJacobian:
     def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> DenseJacobian:
         raise AssertionError("a Jacobian that is kept whole has no factors to rotate")
 
-    def kronecker_rows(self, reduce: bool) -> KroneckerRows:
+    def kronecker_rows(self, reduce: bool, weights: Tensor | None = None) -> KroneckerRows:
         raise AssertionError("a Jacobian that is kept whole has no Kronecker factors")
 
     def single_map(self) -> None:
@@ -98,14 +98,14 @@ class LookupJacobian:
     owner: Tensor
     batch: int
     table: int
-    rows: Tensor  # all indices in their order, without padding, for the counts of the input factor
+    rows: Tensor  # sample * table + token of all uses, without padding, for the counts of the input factor
 
     @classmethod
     def build(cls, indices: Tensor, g: Tensor, real: Tensor, table: int) -> LookupJacobian:
         """Return it for indices (B, T) and gradients g (K, B, T, d_out); ``real`` (B, T) is False for padding."""
         batch = len(indices)
         key = (torch.arange(batch, device=indices.device)[:, None] * table + indices)[real]
-        return cls._pooled(key, g[:, real], batch, table, indices[real])
+        return cls._pooled(key, g[:, real], batch, table, key)
 
     @classmethod
     def _pooled(cls, key: Tensor, g: Tensor, batch: int, table: int, rows: Tensor) -> LookupJacobian:
@@ -133,7 +133,8 @@ class LookupJacobian:
         """Return that of some samples; repeats of a token count once for the input factor."""
         chosen = (self.owner >= rows.start) & (self.owner < rows.stop)
         token, owner = self.token[chosen], self.owner[chosen] - rows.start
-        return LookupJacobian(self.g[:, chosen], token, owner, rows.stop - rows.start, self.table, token)
+        key = owner * self.table + token
+        return LookupJacobian(self.g[:, chosen], token, owner, rows.stop - rows.start, self.table, key)
 
     def joined(self, other: LookupJacobian) -> LookupJacobian:
         key = torch.cat([part.owner * part.table + part.token for part in (self, other)])
@@ -145,9 +146,11 @@ class LookupJacobian:
         g = self.g if inp.scale is None else self.g * inp.scale[0][self.token].unsqueeze(-1).to(self.g)
         return replace(self, g=out.coordinates(g))
 
-    def kronecker_rows(self, reduce: bool) -> KroneckerRows:
-        counts = torch.bincount(self.rows.reshape(-1), minlength=self.table)
-        return KroneckerRows(None, counts, self.g.flatten(0, 1), False, self.rows.numel())
+    def kronecker_rows(self, reduce: bool, weights: Tensor | None = None) -> KroneckerRows:
+        each = None if weights is None else weights[self.rows // self.table]
+        counts = torch.bincount(self.rows % self.table, weights=each, minlength=self.table)
+        number = float(self.rows.numel() if each is None else each.sum())
+        return KroneckerRows(None, counts, self.g.flatten(0, 1), False, number)
 
     def single_map(self) -> None:
         return None

@@ -123,7 +123,7 @@ class PickedJacobian:
     def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> PickedJacobian:
         raise AssertionError("single entries have no factors to rotate")
 
-    def kronecker_rows(self, reduce: bool) -> KroneckerRows:
+    def kronecker_rows(self, reduce: bool, weights: Tensor | None = None) -> KroneckerRows:
         raise AssertionError("single entries have no Kronecker factors")
 
     def squares_in(self, out: Basis, inp: Basis) -> Tensor:

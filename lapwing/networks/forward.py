@@ -20,7 +20,8 @@ from lapwing.core.samples import SampleSet
 from lapwing.core.settings import seen
 from lapwing.core.switches import LOCK, own_kernels, unfused_attention
 from lapwing.errors import InputError, ModelError
-from lapwing.networks.replica import lent
+from lapwing.networks.heads import Path, keys_of, picked
+from lapwing.networks.replica import lent, output_of
 
 # Errors with which PyTorch and Python answer a wrong shape, dtype, device or number of arguments.
 REFUSED = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
@@ -92,12 +93,15 @@ def plain_kernels(plain: bool) -> AbstractContextManager[None]:
     return own_kernels if plain else nullcontext()
 
 
-def raw_output(model: nn.Module, inputs: Inputs, values: Mapping[str, Tensor] | None = None) -> Tensor:
+def raw_output(
+    model: nn.Module, inputs: Inputs, values: Mapping[str, Tensor] | None = None, output: Path | None = None
+) -> Tensor:
     """Return what the model returns, (B,), (B, C) or (B, T, C); the pixels (B, H W, C) of images (B, C, H, W).
 
-    ``values`` are other values for some of its parameters and buffers, which a copy gets for this run.
+    ``values`` are other values for some of its parameters and buffers, which a copy gets for this run. ``output`` says
+    which of several outputs; None is the one that the private copy of a model was made for.
     """
-    return positions(model_output(model, inputs, values))
+    return positions(model_output(model, inputs, values, output))
 
 
 def positions(out: Tensor) -> Tensor:
@@ -105,10 +109,12 @@ def positions(out: Tensor) -> Tensor:
     return pixels(out) if out.ndim > 3 else out
 
 
-def model_output(model: nn.Module, inputs: Inputs, values: Mapping[str, Tensor] | None = None) -> Tensor:
+def model_output(
+    model: nn.Module, inputs: Inputs, values: Mapping[str, Tensor] | None = None, output: Path | None = None
+) -> Tensor:
     """Return the tensor that the model returns as it is, taken from ``.logits`` if the model returns an object.
 
-    ``values`` as for ``raw_output``.
+    ``values`` and ``output`` as for ``raw_output``.
     """
     poll()
     if any(t.is_inference() for t in tensors_in(inputs)):  # those cannot be saved for a gradient
@@ -120,12 +126,15 @@ def model_output(model: nn.Module, inputs: Inputs, values: Mapping[str, Tensor] 
         if type(error) not in REFUSED:  # of the user's own, out of memory, or an operation that is not implemented
             raise
         raise InputError(f"the model raises {type(error).__name__}: {error}. {_described(model, inputs)}") from error
+    path = output_of(model) if output is None else output
+    out = picked(out, path)
     if not isinstance(out, Tensor):
-        out = out["logits"] if isinstance(out, Mapping) and "logits" in out else getattr(out, "logits", out)
-    if not isinstance(out, Tensor):
+        names = ", ".join(map(repr, keys_of(out)))
+        choose = f"Choose one of its parts by output=... ({names}), or wrap" if names else "Wrap"
+        where = f" at {''.join(f'[{key!r}]' for key in path)}" if path else ""
         raise ModelError(
-            f"the model returns a {type(out).__name__}; expected a tensor or an object with .logits. "
-            "Wrap the model in a module that returns the tensor."
+            f"the model returns a {type(out).__name__}{where}; expected a tensor or an object with .logits. {choose} "
+            "the model in a module that returns the tensor."
         )
     if isinstance(inputs, SampleSet):
         out = inputs.outputs(out)

@@ -133,7 +133,7 @@ class KroneckerRows:
     counts: Tensor | None
     outputs: Tensor | None  # ([G,] ..., d_out); by runs (G, M, T, d_out), where channels lie before pixels in memory
     by_runs: bool
-    number: int  # of positions in all samples together
+    number: float  # of positions in all samples together, each as often as the weight of its sample says
     diagonal: Tensor | None = None  # (G, d_out), of the output factor; its other entries are then less the products
 
 
@@ -174,8 +174,11 @@ class BlockJacobian(Protocol):
         """
         ...
 
-    def kronecker_rows(self, reduce: bool) -> KroneckerRows:
-        """Return the rows of both Kronecker factors; ``reduce`` pools the positions of a sample. For factored forms."""
+    def kronecker_rows(self, reduce: bool, weights: Tensor | None = None) -> KroneckerRows:
+        """Return the rows of both Kronecker factors; ``reduce`` pools the positions of a sample. For factored forms.
+
+        The gradients have the weights of the samples in them; the inputs get them here, (B,).
+        """
         ...
 
     def squares_in(self, out: Basis, inp: Basis) -> Tensor:

@@ -71,13 +71,15 @@ class LinearJacobian:
             return replace(self, a=a, g=g.expand(*self.g.shape[:-1], g.shape[-1]))
         return replace(self, a=a, g=_by_group(self.g, out.coordinates))
 
-    def kronecker_rows(self, reduce: bool) -> KroneckerRows:
-        a, g, number = self.a, self.g, self.batch * self.positions
+    def kronecker_rows(self, reduce: bool, weights: Tensor | None = None) -> KroneckerRows:
+        a, g, number = self.a, self.g, float(self.batch * self.positions)
         if reduce and self.positions > 1:
             g, number = g.sum(3, keepdim=True), self.batch
             a = a.mean(2, keepdim=True) if self.lengths is None else self._pooled()
-        if self.lengths is not None:
-            number = int((self.lengths.clamp_max(1) if reduce else self.lengths).sum())
+        if weights is not None or self.lengths is not None:
+            counts = self._counts().clamp_max(1) if reduce else self._counts()
+            number = float(counts.sum() if weights is None else counts.to(weights) @ weights)
+        a = a if weights is None else a * weights.sqrt().to(a)[:, None, None]
         by_runs = g.stride(-1) != 1 and g.shape[3] >= g.shape[4]  # a convolution's gradient, channels before pixels
         outputs = g.flatten(1, 2) if by_runs else g.flatten(1, 3)
         return KroneckerRows(a.flatten(1, 2), None, outputs, by_runs, number)

@@ -18,7 +18,7 @@ from lapwing.core.data import Batch, Data
 from lapwing.core.images import DIMS, ImageForm
 from lapwing.core.inputs import Inputs, SampleRows, check_finite, place_name, placed, take, wants_slopes
 from lapwing.core.memory import gathered
-from lapwing.core.schema import Array, Flag, Later, ListOf, MapOf, Maybe, Record, Text, Whole, distinct
+from lapwing.core.schema import MOST, Array, Either, Flag, Later, ListOf, MapOf, Maybe, Record, Text, Whole, distinct
 from lapwing.core.state import State, saved
 from lapwing.core.switches import math_attention
 from lapwing.errors import DataError, FileError, ModelError
@@ -41,6 +41,7 @@ from lapwing.networks.forward import (
 )
 from lapwing.networks.graph import forward_differs, read, refuse_wrong_gradients
 from lapwing.networks.head import find_head
+from lapwing.networks.heads import Path, reached
 from lapwing.networks.images import pixel_targets, seen_sizes, shapes_of_sample
 from lapwing.networks.jacobians import KINDS, Block
 from lapwing.networks.layout import Layout, arranged, footprint, refuse_other_parameters, widest_result
@@ -70,10 +71,11 @@ class Network:
     last_operation: str = ""  # the operation that made the output, such as "sigmoid"; not saved
     head: str = ""  # the weight of the linear map that makes the outputs, if one does and it is selected; not saved
     image: tuple[int, ...] = ()  # (H, W) or (D, H, W) of the first batch if outputs are images; others may differ
+    output: Path = ()  # which of several outputs of the model, by its keys and positions; empty for the only one
     _memory: _Memory = field(init=False, repr=False)
 
     @classmethod
-    def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None) -> Network:
+    def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None, output: Path = ()) -> Network:
         """Build the network from a model and one batch; raise if the model cannot be handled.
 
         Cost: five forward passes, one over the whole batch, one over each half and two over a few samples; one more
@@ -87,7 +89,7 @@ class Network:
         weights = all_weights if weights is None else weights
         recurrent, needed = is_recurrent(model), weights.needs(model)
         plain = needs_plain_kernels(model, recurrent)
-        rows, replica = SampleRows(), Replica(model, needed, can_be_copied(model))
+        rows, replica = SampleRows(), Replica(model, needed, can_be_copied(model), output)
         inputs = examined(inputs)
         count = rows.count(inputs)
         if count is None:  # only the outputs tell how many samples there are
@@ -109,6 +111,9 @@ class Network:
         graph = read(raw, tensors, needed)
         refuse_wrong_gradients(graph)
         selection = weights.choose(model, graph)
+        if output and selection.index is None:
+            with plain_kernels(plain):
+                selection = reached(selection, raw, tensors)
         widest = widest_result(graph, len(raw))
         if len(needed) < len(tensors):  # layers before them are not in the graph
             two = take(inputs, rows.per_sample(inputs, len(raw)), slice(0, 2))
@@ -132,7 +137,7 @@ class Network:
         facts = tuple(f.shape[1:]), sizes, forward_mode, recurrent, normalised
         head = find_head(graph, layout)
         learned = None, replica.private, rows.known, graph.last, "" if head is None else head.use.name
-        network = cls(model, selection, layout, *facts, *learned, image)
+        network = cls(model, selection, layout, *facts, *learned, image, output)
         network._memory.replica = replica
         if f.ndim == 3:
             key = shapes_of_sample(inputs, rows.per_sample(inputs, len(raw)))
@@ -146,7 +151,7 @@ class Network:
             "layout": [asdict(block) for block in self.layout], "footprint": self.footprint.numbers,
             "output_shape": self.output_shape, "forward_mode": self.forward_mode, "recurrent": self.recurrent,
             "normalised": self.normalised, "private": self.private, "known": dict(self.known),
-            **({"image": self.image} if self.image else {}),
+            **({"image": self.image} if self.image else {}), **({"output": self.output} if self.output else {}),
         }  # fmt: skip
         tensors = {"index": self.selection.index, "shift": self.shift}
         return State("Network", settings, {name: t for name, t in tensors.items() if t is not None})
@@ -167,6 +172,7 @@ class Network:
             ),
             forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
             shift=Maybe(Array((None,))), image=Later(ListOf(Whole(1))),
+            output=Later(ListOf(Either(Text(), Whole(-MOST)))),
             index=Maybe(Array((None,), 0, whole=True, also=distinct)),
         )  # fmt: skip
         names, shapes, shift = fields.pop("names"), fields.pop("shapes"), fields.pop("shift")
@@ -214,7 +220,8 @@ class Network:
         return known
 
     def __post_init__(self) -> None:
-        vars(self)["_memory"] = _Memory(SampleRows(self.known), Replica(self.model, self.selection.names, self.private))
+        replica = Replica(self.model, self.selection.names, self.private, self.output)
+        vars(self)["_memory"] = _Memory(SampleRows(self.known), replica)
 
     @property
     def replica(self) -> nn.Module:

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lapwing.core.switches import LOCK
+from lapwing.errors import ModelError
 
 IDLE = "_lapwing_idle"  # attribute of private copies: those that nobody uses (of the first), or None (of the others)
+OUTPUT = "_lapwing_output"  # attribute of private copies: the path of the output that is used, of several
 PLAIN = {bool, int, float, str, type(None)}  # types whose values lead nowhere
 LARGE = 4096  # entries from which a container holds data, and neither layers nor weights
 REBUILT = {"OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule"}  # cannot be copied part by part
@@ -41,14 +43,21 @@ class Replica:
     """A model and its private copy, in which the parameters of these ``names`` record gradients.
 
     ``private`` is False for a model that reaches its weights by other ways than its modules (see ``Bypass``). It runs
-    itself, one call at a time.
+    itself, one call at a time. ``output`` is the path of the output that is used, of several.
     """
 
     source: nn.Module
     names: tuple[str, ...]
     private: bool = True
+    output: tuple[str | int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.output and not self.private:
+            raise ModelError(
+                f"output is {self.output!r}, and the model is compiled, or reaches its weights through an object that "
+                "is no module, so that no copy of it can run; expected a model of plain modules. Wrap it in a module "
+                "whose forward returns the tensor."
+            )
         self._made: _Made | None = None
 
     @property
@@ -61,7 +70,7 @@ class Replica:
             with LOCK:
                 made = self._made
                 if made is None or made.is_stale(self.source):
-                    made = self._made = _Made(self.source, self.names)
+                    made = self._made = _Made(self.source, self.names, self.output)
         return made.model
 
     def trial(self) -> nn.Module:
@@ -72,11 +81,12 @@ class Replica:
 class _Made:
     """A copy, and the tensors that it was made with."""
 
-    def __init__(self, source: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, source: nn.Module, names: tuple[str, ...], output: tuple[str | int, ...]) -> None:
         leaves = {id(p): _leaf(p, name in names) for name, p in source.named_parameters() if _has_gradient(p)}
         self.source = source
         self.first = next(((p, leaves[id(p)]) for p in source.parameters() if id(p) in leaves), None)
         self.model = shareable(copied(source, leaves))
+        vars(self.model)[OUTPUT] = output
 
     def is_stale(self, source: nn.Module) -> bool:
         """Return whether the copy belongs to another model, or the model was moved; the first parameter tells.
@@ -115,6 +125,12 @@ def shareable(model: nn.Module) -> nn.Module:
     """Return a private model as one that ``lent`` copies for each call."""
     vars(model)[IDLE] = Idle()
     return model
+
+
+def output_of(model: nn.Module) -> tuple[str | int, ...]:
+    """Return the path of the output that is used, of a private copy; other models have none."""
+    path: tuple[str | int, ...] = vars(model).get(OUTPUT, ())
+    return path
 
 
 @contextlib.contextmanager

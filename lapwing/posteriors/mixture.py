@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.chosen import ChosenOutputs
+from lapwing.core.data import Data
 from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs, check_finite
@@ -33,6 +34,7 @@ from lapwing.posteriors.protocols import (
     Posterior,
     required,
 )
+from lapwing.posteriors.updating import SUM, Updatable, remarked
 from lapwing.predictives.protocol import Mixable
 from lapwing.problem import Problem, Statistics
 
@@ -136,6 +138,12 @@ class MixturePosterior(Posterior):
 
     def with_trace(self, trace: Trace) -> MixturePosterior:
         return replace(self, trace=trace)
+
+    def updated(self, data: Data, generator: torch.Generator | None = None) -> MixturePosterior:
+        """Return the mixture with the data added to every posterior; precisions and weights of the cells stay."""
+        bases = [required(base, Updatable, SUM) for base in self.bases]
+        new = tuple(base.updated(data, generator) for base in bases)
+        return replace(self, bases=new, trace=remarked(self.trace, new[0].statistics.data - self.statistics.data))
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         """Return the mean and covariance of the mixture of beliefs: Σ w V, if they all have the mean f(x)."""

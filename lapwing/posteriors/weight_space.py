@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.chosen import ChosenOutputs
+from lapwing.core.data import Data
 from lapwing.core.gaussian import Deferred, FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.core.memory import PIECE, budget, evenly, gathered
@@ -38,6 +39,7 @@ from lapwing.networks.network import Network
 from lapwing.posteriors import pushforward
 from lapwing.posteriors.draws import numbered_normals
 from lapwing.posteriors.protocols import Linearised
+from lapwing.posteriors.updating import SummedBy, SumsData, with_more
 from lapwing.priors.bound import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
 
@@ -78,6 +80,7 @@ class WeightPosterior(Linearised):
     mode: Mode | None = None
     trace: Trace | None = None
     estimate: Estimate | None = None  # how the curvature was estimated; None if it is exact
+    method: SumsData | None = None  # how more data are summed; None if they cannot be added
 
     @classmethod
     def fitted(
@@ -86,14 +89,15 @@ class WeightPosterior(Linearised):
         curvature: Curvature | PerOutputCurvature,
         statistics: Statistics,
         estimate: Estimate | None = None,
+        method: SumsData | None = None,
     ) -> WeightPosterior:
         """Return the posterior after the pass over the data, with noise and prior that depend on it filled in.
 
         A noise that is left open is the mean squared residual at w̃; a g-prior takes its scale from the curvature.
-        ``estimate`` says how the curvature was estimated, if it was.
+        ``estimate`` says how the curvature was estimated, if it was; ``method`` how more data are summed, if they can.
         """
         problem = problem.with_residual_noise(statistics)
-        posterior = cls(problem, curvature, statistics, problem.network.theta(), estimate=estimate)
+        posterior = cls(problem, curvature, statistics, problem.network.theta(), estimate=estimate, method=method)
         return posterior.with_prior(problem.prior) if problem.prior.needs_curvature else posterior._with_prior_checked()
 
     def _with_prior_checked(self) -> WeightPosterior:
@@ -129,6 +133,9 @@ class WeightPosterior(Linearised):
         """
         prior = prior.scaled(self.current.diagonal()) if prior.needs_curvature else prior
         return replace(self, problem=self.problem.with_prior(prior), mode=None)._with_prior_checked()
+
+    def updated(self, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        return with_more(self, data, generator)
 
     def with_trace(self, trace: Trace) -> WeightPosterior:
         return replace(self, trace=trace)
@@ -361,14 +368,15 @@ class WeightPosterior(Linearised):
             "statistics": asdict(self.statistics), "mode_loss": None if self.mode is None else self.mode.loss,
             "trace": trace_settings(self.trace),
         }  # fmt: skip
-        return State("WeightPosterior", settings, tensors, {"curvature": self.curvature.state()})
+        method = {} if self.method is None else {"method": SummedBy.state(self.method)}
+        return State("WeightPosterior", settings, tensors, {"curvature": self.curvature.state(), **method})
 
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> WeightPosterior:
         fields = state.read(
             curvature=Part((Curvature, PerOutputCurvature), problem.network), statistics=STATISTICS, trace=TRACE,
             theta=Array(("P",), dtype=problem.network.dtype), mode=Maybe(Array(("P",))), mode_loss=Maybe(Real()),
-            estimate=Maybe(Array((2,), 0)),
+            estimate=Maybe(Array((2,), 0)), method=Maybe(Part(SummedBy)),
         )  # fmt: skip
         estimate = Estimate.stored(fields.pop("estimate"))
         mode = Mode.stored(fields.pop("mode"), fields.pop("mode_loss"))

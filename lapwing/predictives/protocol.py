@@ -13,6 +13,8 @@ from lapwing.core.random import classes
 from lapwing.core.settings import PROBABILITY, TENSOR, require_integer, seen
 from lapwing.errors import DataError
 
+SUM = 1e-3  # by which the sum of a row of soft targets may differ from one: targets in half precision are coarse
+
 
 @runtime_checkable
 class Mixable(Protocol):
@@ -119,9 +121,15 @@ class ClassPredictive(LabelPredictive, Protocol):
     def log_prob(self, y: Tensor) -> Tensor:
         """Return the log-probability of the labels, (B,).
 
+        Labels are class numbers (B,), or probabilities of the classes (B, C) in floating point: then it is the mean
+        over them, Σ_c y_c log p_c.
+
         Raises:
-            DataError: A label is not one of the classes.
+            DataError: A label is not one of the classes, or a row is no distribution.
         """
+        if is_soft(y, self.log_probs):
+            y = checked_distributions(y.to(self.log_probs))
+            return torch.where(y > 0, y * self.log_probs, 0.0).sum(-1)
         return self.log_probs.gather(-1, checked_labels(y, self.log_probs)).squeeze(-1)
 
     @property
@@ -225,12 +233,33 @@ class NumberPredictive(Predictive, Protocol):
         return (self.entropy - self.known_entropy.to(self.mean)).clamp_min(0)
 
 
+def is_soft(y: Any, like: Tensor) -> bool:
+    """Return whether these are probabilities of the classes by their form, for logits or probabilities ``like``."""
+    return isinstance(y, Tensor) and y.is_floating_point() and y.shape == like.shape
+
+
+def checked_distributions(y: Tensor) -> Tensor:
+    """Return probabilities of classes (..., C); raise unless every row is a distribution."""
+    low, sums = float(y.min()) if y.numel() else 0.0, y.double().sum(-1)
+    wrong = (sums - 1).abs() > SUM
+    if low < 0 or bool(wrong.any()):
+        found = f"an entry {low:g}" if low < 0 else f"a row with the sum {float(sums[wrong][0]):g}"
+        raise DataError(
+            f"soft targets have {found}; expected probabilities of the classes, at least zero and with sum one for "
+            "each datum. Use y.softmax(-1) for logits, or Bernoulli() for several labels at once."
+        )
+    return y
+
+
 def checked_labels(y: Any, like: Tensor) -> Tensor:
     """Return class numbers as (..., 1) for logits or probabilities ``like`` (..., C); raise unless they are such."""
     shape, count, y = like.shape[:-1], like.shape[-1], given_tensor(y)
     whole = isinstance(y, Tensor) and not y.is_floating_point() and not y.is_complex()
     if not whole or y.shape not in (shape, (*shape, 1)):
-        raise DataError(f"y is {seen(y)}; expected whole class numbers of the shape {tuple(shape)}.")
+        raise DataError(
+            f"y is {seen(y)}; expected whole class numbers of the shape {tuple(shape)}, or probabilities in floating "
+            f"point of the shape {tuple(like.shape)}."
+        )
     if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < count:
         low, high = int(y.min()), int(y.max())
         advice = (

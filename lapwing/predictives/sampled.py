@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.core.function_samples import FunctionSamples
 from lapwing.errors import UnsupportedError
 from lapwing.predictives.links import LOGISTIC
-from lapwing.predictives.protocol import ClassPredictive, checked_labels
+from lapwing.predictives.protocol import ClassPredictive, checked_labels, is_soft
 
 SMOOTHED = 0.5  # largest share of the variance that is left to a link, for up to FEW draws
 FEW = 16
@@ -149,6 +149,8 @@ class SoftmaxSamples(ClassPredictive):
         return entropy, sum(variances, torch.zeros_like(mean)).sqrt()
 
     def log_prob(self, y: Tensor) -> Tensor:
+        if is_soft(y, self.parts[0].mean):
+            return super().log_prob(y)
         y = checked_labels(y, self.parts[0].mean)
         each = []
         for part, weight in zip(self.parts, self.weights, strict=True):

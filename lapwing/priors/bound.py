@@ -329,7 +329,7 @@ def _in_shape(values: Tensor, shape: tuple[int, ...], groups: tuple[str, ...], g
     return values.reshape(-1).expand(size).reshape(shape)
 
 
-def starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
+def starting_precisions(prior: BoundPrior, theta: Tensor, rows: float) -> Tensor:
     """Return precisions near the optimum of the evidence, where a search for better ones starts.
 
     They are γ / |w|² with γ at half of its largest value, in the shape of ``prior.values``. ``theta`` (P,) are the
@@ -340,7 +340,7 @@ def starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
     return group_starting_precisions(prior, theta, rows).clamp(*STARTS)
 
 
-def group_starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Tensor:
+def group_starting_precisions(prior: BoundPrior, theta: Tensor, rows: float) -> Tensor:
     """Return one precision for each group from its weights alone; infinite for weights at the prior mean.
 
     A group whose weights are k times as large gets a precision k² times as small.
@@ -349,11 +349,11 @@ def group_starting_precisions(prior: BoundPrior, theta: Tensor, rows: int) -> Te
     return guess.reshape(prior.values.shape)
 
 
-def single_starting_precision(theta: Tensor, rows: int) -> Tensor:
+def single_starting_precision(theta: Tensor, rows: float) -> Tensor:
     """Return one precision for all weights, ()."""
     return (_share(theta, rows) * theta.numel() / theta.double().square().sum()).clamp(*STARTS)
 
 
-def _share(theta: Tensor, rows: int) -> float:
+def _share(theta: Tensor, rows: float) -> float:
     """Return half of the largest share of the weights that the data can determine."""
     return 0.5 * min(1.0, rows / theta.numel())

@@ -14,6 +14,7 @@ from lapwing.core.inputs import tensors_in
 from lapwing.core.memory import budget
 from lapwing.core.processes import Processes
 from lapwing.core.random import generator_or_default, normal
+from lapwing.core.weights import Weighted
 from lapwing.curvature.protocols import floored_by_layer, in_runs
 from lapwing.curvature.seeds import Seeds
 from lapwing.curvature.sweep import SquaredSum, Sweep
@@ -263,8 +264,9 @@ def refuse_redrawn(design: NetworkDesign) -> None:
 def fixed(data: Data, most: int) -> Data:
     """Return the data kept in memory, the same at every pass, if they take at most ``most`` bytes; else as they are."""
     kept, nbytes = [], 0
-    for batch in data.batches("reading"):
-        kept.append((batch.inputs, batch.targets))
+    for batch in data.batches("reading", weighted=True):
+        targets = batch.targets if batch.weights is None else Weighted(batch.targets, batch.weights)
+        kept.append((batch.inputs, targets))
         nbytes += sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
         if nbytes > most:
             return data

@@ -19,6 +19,7 @@ from lapwing.core.random import Stream
 from lapwing.core.reading import Readings
 from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.weighted import weighted_count, weighted_loss
 from lapwing.methods.protocol import refuse_processes
 from lapwing.networks.forward import raw_output, shaped
 from lapwing.networks.network import Network
@@ -168,7 +169,7 @@ class _Trainer:
 
         Some processes may have a batch more than others, which then take part without one.
         """
-        batches = self.data.batches(f"epoch {number}")
+        batches = self.data.batches(f"epoch {number}", weighted=True)
         # L-BFGS compares losses and gradients of several evaluations, so all batches make one step.
         steps = iter([tuple(batches)]) if self.recipe.full_batch else ((batch,) for batch in batches)
         while True:
@@ -206,14 +207,14 @@ class _Trainer:
         """
         likelihood, processes = self.likelihood, self.data.processes
         likelihood = self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
-        losses, count = [], 0
+        losses, count = [], 0.0
         for batch in batches:
-            f = shaped(raw_output(self.network.model, batch.inputs))
+            f = shaped(raw_output(self.network.model, batch.inputs, output=self.network.output))
             y = likelihood.targets(f, batch.targets)
-            losses.append(likelihood.loss(f, y).sum())
-            count += int(likelihood.count(f, y))
-        count = sum(processes.each(count))
-        loss = torch.stack(losses).sum() / max(count, 1) if losses else self.parameters[0].new_zeros(())
+            losses.append(weighted_loss(likelihood, f, y, batch.weights).sum())
+            count += float(weighted_count(likelihood, f, y, batch.weights))
+        count = sum(processes.every(count))
+        loss = torch.stack(losses).sum() / (count or 1) if losses else self.parameters[0].new_zeros(())
         terms = zip(coefficients, self.means, self.parameters, strict=True)
         penalty = torch.stack([(c * (p - m).square()).sum() for c, m, p in terms]).sum()
         return loss / likelihood.dispersion.to(loss) + 0.5 * penalty / (self.count * processes.size)

@@ -14,10 +14,11 @@ from lapwing.core.data import Data
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.settings import DATA, NONE, POSITIVE, POSITIVE_VALUES, Rule, require, require_integer
 from lapwing.core.trace import Trace
+from lapwing.likelihoods.weighted import spread
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.predictives.densities import log_density
 from lapwing.problem import checked_targets
-from lapwing.tuners.cells import CellGrid, log_scores, varied, with_plain
+from lapwing.tuners.cells import CellGrid, counted_scores, mean_score, varied, with_plain
 from lapwing.tuners.protocol import required_data
 
 RATIOS = (1.0, 10.0, 100.0)
@@ -97,10 +98,10 @@ class Budget:
         beliefs, spreads = varied(base, self.ratios)
         bases, beliefs, plain = with_plain(base, beliefs)
         cells = [Cell(number, likelihood, scale) for number, scale in [*spreads, (plain, 0.0)]]
-        scores = log_scores(CellGrid.compared(bases, beliefs, cells), data, self.points)
-        weights = budget_weights(scores, self.budget)
+        scores, counts = counted_scores(CellGrid.compared(bases, beliefs, cells), data, self.points)
+        weights = budget_weights(scores, self.budget, counts)
         mixture = MixturePosterior.of(bases, beliefs, cells, weights)
-        return mixture.with_trace(replace(TRACE, scores=_compared(scores, weights)))
+        return mixture.with_trace(replace(TRACE, scores=_compared(scores, weights, counts)))
 
     def _with_tails(self, base: Any, data: Data) -> MixturePosterior:
         """Return the mixture of the posteriors with equal weights, with Student tails fitted to the residuals."""
@@ -113,35 +114,48 @@ class Budget:
         weights = torch.full((len(bases),), 1 / len(bases), dtype=torch.float64)
         beliefs = tuple(Belief(i) for i in range(len(bases)))
         grid = CellGrid.compared(bases, beliefs, [*cells, Cell(0, base.problem.likelihood, 0.0)])
-        scores = log_scores(grid, data, self.points)
+        scores, counts = counted_scores(grid, data, self.points)
         mixture = MixturePosterior.of(bases, beliefs, cells, weights)
-        return mixture.with_trace(replace(TRACE, scores=_compared(scores, torch.cat([weights, weights.new_zeros(1)]))))
+        compared = _compared(scores, torch.cat([weights, weights.new_zeros(1)]), counts)
+        return mixture.with_trace(replace(TRACE, scores=compared))
 
 
-def _compared(scores: Tensor, weights: Tensor) -> dict[str, float]:
+def _compared(scores: Tensor, weights: Tensor, counts: Tensor) -> dict[str, float]:
     """Return the mean negative log-likelihoods of the plain network, the last cell, and of the mixture."""
     mixed = torch.logsumexp(scores + weights.log(), 1)
-    return {"plain network": -float(scores[:, -1].mean()), "mixture": -float(mixed.mean())}
+    plain, average = (-float(mean_score(each, counts)) for each in (scores[:, -1], mixed))
+    return {"plain network": plain, "mixture": average}
 
 
-def budget_weights(scores: Tensor, budget: float) -> Tensor:
-    """Return the weights of the cells (K + 1,) from the log-likelihoods (n, K + 1); the last is the plain network."""
-    lost = (1 - (scores[:, :-1] - scores[:, -1:]).exp()).clamp_min(0).mean(0)
+def budget_weights(scores: Tensor, budget: float, counts: Tensor | None = None) -> Tensor:
+    """Return the weights of the cells (K + 1,) from the log-likelihoods (n, K + 1); the last is the plain network.
+
+    Each datum counts so often, (n,), or once.
+    """
+    counts = scores.new_ones(len(scores)) if counts is None else counts
+    lost = mean_score((1 - (scores[:, :-1] - scores[:, -1:]).exp()).clamp_min(0), counts)
     weights = (budget / lost.numel() / lost.clamp_min(FLOOR)).clamp_max(1.0)
     weights = weights * (MOST / weights.sum()).clamp_max(1.0)
     return torch.cat([weights, 1 - weights.sum().unsqueeze(0)])
 
 
-def standardised_residuals(base: Any, data: Data) -> Iterator[Tensor]:
-    """Yield this process's residuals of each batch over their noise, flat, in float64, by one forward pass."""
+def standardised_residuals(base: Any, data: Data) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield this process's residuals of each batch over their noise, flat, in float64, by one forward pass.
+
+    Each comes with how often it counts; None if all count once.
+    """
     network, likelihood = base.problem.network, base.problem.likelihood
-    for batch in data.batches("residuals"):
+    for batch in data.batches("residuals", weighted=True):
         _, y = checked_targets(network, likelihood, batch)
         f = network(batch.inputs).double()
-        yield ((f - y.double()) / likelihood.noise_variance.to(f).sqrt()).flatten()
+        z = (f - y.double()) / likelihood.noise_variance.to(f).sqrt()
+        counts = None if batch.weights is None else spread(batch.weights, z).expand_as(z).flatten()
+        yield z.flatten(), counts
 
 
-def fitted_tails(residuals: Iterable[Tensor], processes: Processes = ALONE) -> tuple[float, float]:
+def fitted_tails(
+    residuals: Iterable[tuple[Tensor, Tensor | None]], processes: Processes = ALONE
+) -> tuple[float, float]:
     """Return degrees and scale of the Student distribution of largest likelihood; tails must be clearly better.
 
     The likelihood of every candidate is summed piece by piece, so that memory does not grow with the residuals, and
@@ -149,10 +163,11 @@ def fitted_tails(residuals: Iterable[Tensor], processes: Processes = ALONE) -> t
     """
     candidates = [(math.inf, 1.0)]
     candidates += [(degrees, 0.4 + 0.025 * k) for degrees in DEGREES if degrees < math.inf for k in range(29)]
-    totals, count = torch.zeros(len(candidates), dtype=torch.float64), 0
-    for z in residuals:
-        totals += torch.stack([log_density(z / scale, degrees).sum() for degrees, scale in candidates]).to(totals)
-        count += len(z)
-    totals, count = processes.sum([totals])[0], sum(processes.each(count))
+    totals, count = torch.zeros(len(candidates), dtype=torch.float64), 0.0
+    for z, counts in residuals:
+        counts = torch.ones_like(z) if counts is None else counts
+        totals += torch.stack([log_density(z / s, degrees) @ counts for degrees, s in candidates]).to(totals)
+        count += float(counts.sum())
+    totals, count = processes.sum([totals])[0], sum(processes.every(count))
     costs = [count * math.log(scale) + (0.0 if degrees == math.inf else GAIN) for degrees, scale in candidates]
     return candidates[int((totals - torch.tensor(costs, dtype=torch.float64)).argmax())]

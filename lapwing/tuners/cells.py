@@ -156,13 +156,13 @@ def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
     return CellGrid(grid.bases, grid.beliefs, tuple(cells), prior, rescaled, grid.unchanged)
 
 
-def thinned(grid: CellGrid, scores: Tensor) -> CellGrid:
+def thinned(grid: CellGrid, scores: Tensor, counts: Tensor | None = None) -> CellGrid:
     """Return the grid with at most ``MOST`` precisions of weight: every second one, or fewer, around the best.
 
     Few validation data leave many neighbouring precisions plausible. Their predictions differ little, and each costs
     a product with the Jacobian at every prediction.
     """
-    weights = mixture_weights(grid.log_prior, scores)
+    weights = mixture_weights(grid.log_prior, scores, counts)
     number = torch.tensor([cell.belief for cell in grid.cells])
     spread = grid.scales > 0
     shares = torch.zeros(len(grid.beliefs), dtype=torch.float64).index_add(0, number, weights * spread)
@@ -176,10 +176,15 @@ def thinned(grid: CellGrid, scores: Tensor) -> CellGrid:
 
 
 def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
-    """Return log p(y | x, cell) of every datum and cell, (n, cells) in float64.
+    """Return log p(y | x, cell) of every datum and cell, (n, cells) in float64; see ``counted_scores``."""
+    return counted_scores(grid, data, limit)[0]
 
-    One pass over the data for all cells; ``limit`` ends it after so many data, of which each process takes its share.
-    Data whose target is ignored are left out.
+
+def counted_scores(grid: CellGrid, data: Data, limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return log p(y | x, cell) of every datum and cell, (n, cells), and how often each counts, (n,), in float64.
+
+    A datum counts once, or as often as its weight says. One pass over the data for all cells; ``limit`` ends it after
+    so many data, of which each process takes its share. Data whose target is ignored are left out.
     """
     if limit is not None and grid.bases[0].solves_for_inputs:
         limit = min(limit, FEW_POINTS)
@@ -198,6 +203,8 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
             numbers = drawn_numbers(members, wide, likelihood, batch.inputs)
             parts = _beliefs(members, batch.inputs, numbers, kept)
             each = torch.cat([_cell_scores(grid, beliefs, y[part]) for part, beliefs in parts]).double()
+            counts = each.new_ones(len(y)) if batch.weights is None else batch.weights
+            each = torch.cat([each, counts.repeat_interleave(len(each) // len(y)).unsqueeze(1)], 1)
             rows.append(each[~likelihood.ignored(y).reshape(len(each), -1).all(1)])
             count += len(rows[-1])
             del each
@@ -211,7 +218,8 @@ def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
             f"{data.name}: {int((~torch.isfinite(scores)).sum())} of {scores.numel()} log-likelihoods are not finite; "
             "expected finite ones. Check the targets, and the network for overflow."
         )
-    return scores.cpu()
+    scores = scores.cpu()
+    return scores[:, :-1], scores[:, -1]
 
 
 def drawn_numbers(members: Sequence[Any], wide: Sequence[Any], likelihood: Likelihood, x: Inputs) -> list[range]:
@@ -254,14 +262,17 @@ def _cell_scores(grid: CellGrid, beliefs: Iterable[FunctionGaussian | FunctionSa
 def _limited(data: Data, limit: int | None, network: Network, likelihood: Likelihood) -> Iterator[Batch]:
     """Yield batches until ``limit`` data have passed; a batch of tokens without the samples beyond, which are many."""
     count = 0
-    for batch in data.batches("validation data" if limit is None else "training data"):
+    for batch in data.batches("validation data" if limit is None else "training data", weighted=True):
         if limit is not None and len(network.output_shape) == 2:
             y = named_targets(network, likelihood, batch, data.name)
             known = (~likelihood.ignored(y)).reshape(*y.shape[:2], -1).any(-1).sum(1).cumsum(0)
             needed = int((known < limit - count).sum()) + 1
             count += int(known[-1])
             rows = slice(0, needed)
-            yield batch if needed >= len(y) else Batch(network.take(batch.inputs, rows), batch.targets[rows])
+            if needed < len(y):
+                inputs = network.take(batch.inputs, rows)
+                batch = Batch(inputs, batch.targets[rows], weights=batch.weights_of(rows))
+            yield batch
         else:
             count += batch.n_samples
             yield batch
@@ -269,6 +280,11 @@ def _limited(data: Data, limit: int | None, network: Network, likelihood: Likeli
             return
 
 
-def mixture_weights(log_prior: Tensor, scores: Tensor) -> Tensor:
-    """Return the posterior probabilities of the cells after these data, (cells,)."""
-    return (log_prior + scores.sum(0)).softmax(0)
+def mixture_weights(log_prior: Tensor, scores: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Return the posterior probabilities of the cells after these data, (cells,), each counted so often, (n,)."""
+    return (log_prior + (scores.sum(0) if counts is None else counts @ scores)).softmax(0)
+
+
+def mean_score(scores: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean of scores (n, ...) over the data, each counted so often, (n,)."""
+    return torch.tensordot(counts, scores, 1) / counts.sum()

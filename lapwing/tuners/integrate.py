@@ -14,7 +14,16 @@ from lapwing.core.inputs import placed, tensors_in
 from lapwing.core.settings import DATA, NONE, POSITIVE_VALUES, Rule, require
 from lapwing.core.trace import Trace
 from lapwing.posteriors.mixture import MixturePosterior
-from lapwing.tuners.cells import TEMPERATURES, CellGrid, grid_of, log_scores, mixture_weights, thinned, with_tails
+from lapwing.tuners.cells import (
+    TEMPERATURES,
+    CellGrid,
+    counted_scores,
+    grid_of,
+    mean_score,
+    mixture_weights,
+    thinned,
+    with_tails,
+)
 
 FOLDS = 5
 EDGE = 0.1  # weight of the first or last value of a grid from which it is worth a remark
@@ -80,13 +89,13 @@ class Integrate:
         network, likelihood = base.problem.network, base.problem.likelihood
         data = network.arranging(as_data(self.data, network.device, name="validation"))
         grid = grid_of(base, self.ratios, self.temperatures)
-        scores = log_scores(grid, data)
+        scores, counts = counted_scores(grid, data)
         if likelihood.has_tails and likelihood.learns_dispersion:
-            grid = with_tails(grid, scores.sum(0))
-            scores = log_scores(grid, data)
-        grid = thinned(grid, scores)
-        weights = mixture_weights(grid.log_prior, scores)
-        compared, worse = compared_scores(grid, scores)
+            grid = with_tails(grid, counts @ scores)
+            scores, counts = counted_scores(grid, data)
+        grid = thinned(grid, scores, counts)
+        weights = mixture_weights(grid.log_prior, scores, counts)
+        compared, worse = compared_scores(grid, scores, counts)
         findings = (*worse, *_edges(grid, weights), *self._repeated(data))
         mixture = MixturePosterior.of(grid.bases, grid.beliefs, grid.cells, weights)
         trace = Trace("Integrate", "validation NLL", findings=findings, scores=compared, scored_on="validation")
@@ -96,14 +105,14 @@ class Integrate:
         """Return a remark if validation inputs are among the training inputs."""
         if self.training is None:
             return ()
-        marks = [_marks(batch.inputs) for batch in data.batches("comparing data")]
+        marks = [_marks(batch.inputs) for batch in data.batches("comparing data", weighted=True)]
         everywhere = data.processes.gather(torch.cat(marks) if marks else None)
         assert everywhere is not None
         rows, counts = everywhere.unique(return_counts=True)
         if not len(rows):
             return ()
         repeated = torch.zeros_like(rows)
-        for batch in self.training.batches("comparing data"):
+        for batch in self.training.batches("comparing data", weighted=True):
             own = _marks(batch.inputs)
             place = torch.searchsorted(rows, own).clamp_max(len(rows) - 1)
             repeated[place[rows[place] == own]] = 1
@@ -117,10 +126,11 @@ class Integrate:
         )
 
 
-def compared_scores(grid: CellGrid, scores: Tensor) -> tuple[dict[str, float], tuple[str, ...]]:
+def compared_scores(grid: CellGrid, scores: Tensor, counts: Tensor) -> tuple[dict[str, float], tuple[str, ...]]:
     """Return mean negative log-likelihoods of the plain network, of the best rescaled one and of the mixture.
 
-    The latter two are cross-validated: weights and the best cell come from the other folds of the data.
+    The latter two are cross-validated: weights and the best cell come from the other folds of the data. Each datum
+    counts so often, (n,).
     """
     folds = torch.arange(len(scores)) % FOLDS
     mixed, rescaled = torch.empty(len(scores), dtype=torch.float64), torch.empty(len(scores), dtype=torch.float64)
@@ -129,22 +139,22 @@ def compared_scores(grid: CellGrid, scores: Tensor) -> tuple[dict[str, float], t
         inside = folds == k
         if not bool(inside.any()):
             continue
-        weights = mixture_weights(grid.log_prior, scores[~inside])
+        weights = mixture_weights(grid.log_prior, scores[~inside], counts[~inside])
         mixed[inside] = torch.logsumexp(scores[inside] + weights.log(), 1)
         if len(rescalings):
-            best = rescalings[int(scores[~inside][:, rescalings].sum(0).argmax())]
+            best = rescalings[int((counts[~inside] @ scores[~inside][:, rescalings]).argmax())]
             rescaled[inside] = scores[inside][:, best]
     plain = scores[:, grid.unchanged]
     name = "noise refitted" if grid.cells[0].likelihood.has_tails else "temperature scaling"
-    compared = {"plain network": -float(plain.mean())}
+    compared = {"plain network": -float(mean_score(plain, counts))}
     if len(rescalings) > 1:
-        compared[name] = -float(rescaled.mean())
-    compared["mixture"] = -float(mixed.mean())
-    gap = plain - mixed
-    error = float(gap.std() / len(gap) ** 0.5) if len(gap) > 1 else 0.0
-    if float(gap.mean()) > 2 * error and float(gap.mean()) > 1e-3:
+        compared[name] = -float(mean_score(rescaled, counts))
+    compared["mixture"] = -float(mean_score(mixed, counts))
+    gap = float(mean_score(plain - mixed, counts))
+    error = float((plain - mixed).std() / len(plain) ** 0.5) if len(plain) > 1 else 0.0
+    if gap > 2 * error and gap > 1e-3:
         return compared, (
-            f"the plain network predicts the validation data better, by {float(gap.mean()):.3g} nats; its error bars "
+            f"the plain network predicts the validation data better, by {gap:.3g} nats; its error bars "
             "from this method do not help. Check that validation and training data come from the same source.",
         )
     return compared, ()

@@ -12,7 +12,7 @@ from lapwing.core.trace import Trace
 from lapwing.errors import CalibrationWarning
 from lapwing.posteriors.effective import HasGammas
 from lapwing.posteriors.mixture import Belief, Cell
-from lapwing.tuners.cells import CellGrid, log_scores
+from lapwing.tuners.cells import CellGrid, counted_scores, mean_score
 
 POINTS = 700  # training data that are looked at
 CLEARLY = 0.05  # nats for each datum, beyond what the effective number of parameters explains
@@ -28,7 +28,7 @@ def judged(posterior: Any, data: Data) -> Any:
     likelihood = posterior.problem.likelihood
     cells = (Cell(0, likelihood), Cell(0, likelihood, 0.0))
     grid = CellGrid.compared((posterior,), (Belief(0),), cells)
-    own, plain = (-log_scores(grid, data, POINTS).mean(0)).tolist()
+    own, plain = (-mean_score(*counted_scores(grid, data, POINTS))).tolist()
     trace = posterior.trace or Trace("no tuner", "training NLL")
     if own - plain > CLEARLY + _explained(posterior):
         message = (

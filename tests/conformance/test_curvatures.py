@@ -176,8 +176,8 @@ def test_hessian_runs_on_every_kind_of_network(name: str) -> None:
     [
         (lw.Diagonal, "hessian", "curvature is 'hessian'; expected one of ggn, fisher_mc"),
         (lw.Kron, "hessian", "expected one of ggn, fisher_mc"),
-        (lw.EKron, "empirical", "'empirical'; expected one of ggn, fisher_mc"),
-        (lw.Full, "gauss", "'gauss'; expected one of ggn, fisher_mc, hessian"),
+        (lw.EKron, "observed", "'observed'; expected one of ggn, fisher_mc, empirical"),
+        (lw.Full, "gauss", "'gauss'; expected one of ggn, fisher_mc, empirical, hessian"),
         (lw.LowRank, "fisher_mc", "expected one of ggn"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from tests.pages import named, pages_with_examples, run_examples
 
 
+@pytest.mark.filterwarnings("default")  # those of the packages are no errors of Lapwing
 @pytest.mark.parametrize("page", pages_with_examples(integrations=True), ids=named)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # examples may write files

@@ -40,7 +40,7 @@ class Sight:
 
 def last_layer_network(network: Network, inputs: Inputs) -> Network:
     """Return the network with only its last layer selected; raise if that is not a single linear map."""
-    last = Network.build(network.model, inputs, last_layer)
+    last = Network.build(network.model, inputs, last_layer, network.output)
     if not is_single_map(last):
         raise ModelError("the last layer is no single linear map, so it has no features; use kernel='rbf'.")
     return last

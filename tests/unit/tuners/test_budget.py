@@ -56,10 +56,10 @@ def test_the_training_likelihood_loses_no_more_than_the_budget(budget: float) ->
 def test_tails_are_those_of_the_residuals(degrees: float | None, expected: float) -> None:
     z = torch.randn(2000, dtype=D) if degrees is None else torch.distributions.StudentT(degrees).sample((2000,)).to(D)
     residuals = z / z.square().mean().sqrt()
-    found, scale = fitted_tails([residuals])
+    found, scale = fitted_tails([(residuals, None)])
     assert found == expected
     assert (scale == 1.0) is (expected == math.inf)
-    assert fitted_tails(residuals.split(300)) == (found, scale)  # however they are cut
+    assert fitted_tails((part, None) for part in residuals.split(300)) == (found, scale)  # however they are cut
 
 
 def test_regression_averages_the_posteriors_with_the_same_tails() -> None:

@@ -1,0 +1,307 @@
+"""``Laplace`` with the interface of laplace-torch 0.3 and the numbers of Lapwing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.api import fit
+from lapwing.compat import files, tuning
+from lapwing.compat.names import HessianStructure, Likelihood, LinkApprox, PredType, SubsetOfWeights, option
+from lapwing.compat.numbers import PosteriorNumbers
+from lapwing.compat.predicting import functions, network_functions, probabilities
+from lapwing.compat.settings import NUMBER_OR_TENSOR, Settings, likelihood_of, method_of, prior_of, weights_of
+from lapwing.core.settings import FLAG, GENERATOR, POSITIVE, require_integer
+from lapwing.errors import ModelError, UnsupportedError
+from lapwing.fitted import Fitted
+from lapwing.posteriors.protocols import Reweightable, required
+
+
+class Laplace(PosteriorNumbers):
+    """Laplace approximation with the interface of laplace-torch 0.3.
+
+    Results are those of laplace-torch where these are right; docs/from_laplace_torch.md lists where they differ.
+    ``posterior`` is the native posterior, for everything else that Lapwing does.
+
+    Args:
+        model: The trained network.
+        likelihood: "classification" or "regression".
+        subset_of_weights: "last_layer", "all" or "subnetwork".
+        hessian_structure: "kron", "full", "diag", "lowrank" or "gp".
+        settings: The further arguments of laplace-torch by name: ``sigma_noise``, ``prior_precision`` (one, one for
+            each parameter tensor, or one for each weight), ``prior_mean``, ``temperature``, ``last_layer_name``,
+            ``subnetwork_indices``, ``dict_key_y``, ``backend`` (its kind, GGN, EF or Hessian), ``enable_backprop``, and
+            those of "gp".
+
+    Raises:
+        UnsupportedError: If an argument does not exist, or Lapwing has nothing that corresponds to it.
+
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sin()), 10)
+    >>> la = Laplace(nn.Linear(1, 1), "regression", subset_of_weights="all", hessian_structure="full")
+    >>> la.fit(loader)
+    >>> mean, variance = la(x[:3])
+    >>> mean.shape, variance.shape
+    (torch.Size([3, 1]), torch.Size([3, 1, 1]))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        subset_of_weights: SubsetOfWeights | str = SubsetOfWeights.LAST_LAYER,
+        hessian_structure: HessianStructure | str = HessianStructure.KRON,
+        **settings: Any,
+    ) -> None:
+        self.model = model
+        self.likelihood = option("likelihood", likelihood, Likelihood)
+        self._settings = Settings.given(settings)
+        subset = option("subset_of_weights", subset_of_weights, SubsetOfWeights)
+        self._structure = option("hessian_structure", hessian_structure, HessianStructure)
+        self._method = method_of(self._structure, subset, self._settings)
+        self._weights = weights_of(subset, self._settings)
+        self._fitted: Fitted | None = None
+        self.enable_backprop = self._settings.enable_backprop
+        self.temperature = self._settings.temperature
+        self.prior_mean = self._settings.prior_mean
+        self.prior_precision = self._settings.prior_precision
+        self.sigma_noise = self._settings.sigma_noise
+        likelihood_of(self.likelihood, self._dispersion)
+
+    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
+        """Fit the posterior to the data. The model is put into evaluation mode, as laplace-torch does.
+
+        Args:
+            train_loader: The training data, in any form that ``lw.fit`` takes.
+            override: Must be True. ``la.posterior.updated(more_data)`` adds data.
+            progress_bar: Whether to show a progress bar.
+        """
+        FLAG.check("override", override)
+        if not override:
+            raise UnsupportedError("override is False; expected True. la.posterior.updated(more_data) adds data.")
+        self.model.eval()
+        self._check_subset(train_loader)
+        likelihood = likelihood_of(self.likelihood, self._dispersion)
+        settings: dict[str, Any] = {
+            "method": self._method, "weights": self._weights, "progress": progress_bar,
+            "generator": torch.Generator().manual_seed(self._settings.seed),
+            "target_key": self.target_key,
+        }  # fmt: skip
+        if self._settings.learns_prior:
+            self._fitted = fit(self.model, train_loader, likelihood, **settings)
+            problem = self._fitted.base.problem
+            self.prior_precision = problem.prior.values.detach()
+            if self.likelihood == "regression":
+                self.sigma_noise = (problem.likelihood.dispersion.detach() / self.temperature).sqrt()
+        else:  # another prior takes a factorisation
+            self._fitted = fit(self.model, train_loader, likelihood, prior=1.0, **settings)
+        self._refresh()
+
+    def _check_subset(self, train_loader: Any) -> None:
+        """Raise if the structure "gp" is asked to use some of the data only."""
+        count, rows = self._settings.n_subset, getattr(train_loader, "dataset", None)
+        if count is not None and rows is not None and count < len(rows):
+            raise UnsupportedError(
+                f"n_subset is {count} for {len(rows)} data; expected all of them: the structure 'gp' is exact here. "
+                "Give torch.utils.data.Subset(dataset, ...) itself, or use functional_approximation='nystrom'."
+            )
+
+    # Hyperparameters: a change takes a new factorisation and no data.
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """The prior precision: (1,), one for each parameter tensor, or one for each weight (P,)."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        NUMBER_OR_TENSOR.check("prior_precision", value)
+        self._prior_precision = torch.as_tensor(value, **self._kind).reshape(-1)
+        self._refresh()
+
+    @property
+    def prior_mean(self) -> float | Tensor:
+        """The prior mean: a number, or one for each weight (P,)."""
+        return self._prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, value: float | Tensor) -> None:
+        NUMBER_OR_TENSOR.check("prior_mean", value)
+        self._prior_mean = value
+        self._refresh()
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """The standard deviation of the noise; one for classification."""
+        return self._sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: float | Tensor) -> None:
+        sigma = torch.as_tensor(value, **self._kind)
+        if sigma.numel() != 1:
+            raise UnsupportedError("sigma_noise has several entries; expected one: lw.Gaussian(per_output=True).")
+        if self.likelihood != "regression" and float(sigma.detach()) != 1:
+            raise UnsupportedError(f"sigma_noise is {float(sigma):g} for classification; expected 1.")
+        POSITIVE.check("sigma_noise", float(sigma.detach()))
+        self._sigma_noise = sigma.reshape(())
+        self._refresh()
+
+    @property
+    def _kind(self) -> dict[str, Any]:
+        first = next(self.model.parameters())
+        return {"dtype": first.dtype, "device": first.device}
+
+    @property
+    def target_key(self) -> str | None:
+        """The key of the target in batches that are mappings; None finds the usual ones, such as "labels"."""
+        return None if self._settings.dict_key_y == "labels" else self._settings.dict_key_y
+
+    @property
+    def _dispersion(self) -> Tensor:
+        """σ² T, by which the curvature is divided."""
+        return (self._sigma_noise.square() * self.temperature).double()
+
+    def _refresh(self) -> None:
+        """Compute the posterior anew when it is asked for next."""
+        self._current: Fitted | None = None
+
+    @property
+    def posterior(self) -> Fitted:
+        """The native posterior under the present hyperparameters.
+
+        Raises:
+            ModelError: If ``fit`` was not called.
+        """
+        if self._fitted is None:
+            raise ModelError("this Laplace has no posterior yet; expected la.fit(train_loader) first.")
+        if self._current is None:
+            base = required(self._fitted.base, Reweightable, "prior to change", type(self._method).__name__)
+            network = self._fitted.network
+            prior = prior_of(self._prior_precision.double(), self._prior_mean, network.selection)
+            changed: Any = base.with_prior(prior.bound(network.selection, network.theta()))
+            likelihood = changed.problem.likelihood.with_dispersion(self._dispersion)
+            posterior = changed.with_problem(changed.problem.with_likelihood(likelihood))
+            self._current = replace(self._fitted, posterior=posterior)
+        return self._current
+
+    def optimize_prior_precision(self, pred_type: PredType | str = "glm", method: Any = "marglik", **more: Any) -> None:
+        """Choose the prior precision by the marginal likelihood or by a grid search over held-out data.
+
+        Args:
+            pred_type: As for a call; for "gridsearch".
+            method: "marglik": ``n_steps`` steps of Adam with learning rate ``lr`` from ``init_prior_prec``, with the
+                ``prior_structure`` "scalar", "layerwise" or "diag". "gridsearch": the best of ``grid_size`` precisions
+                by ``loss`` on ``val_loader``; the default loss is minus the log-likelihood, noise included.
+            more: The further arguments of laplace-torch, by name.
+        """
+        self.prior_precision = tuning.optimised(self, option("pred_type", pred_type, PredType), method, more)
+
+    # Predictions.
+
+    def __call__(
+        self,
+        x: Any,
+        pred_type: PredType | str = "glm",
+        joint: bool = False,
+        link_approx: LinkApprox | str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+    ) -> Any:
+        """Return probabilities (B, C), or mean (B, C) and covariance (B, C, C) of f(x), without noise.
+
+        Args:
+            x: A batch of inputs.
+            pred_type: "glm", the tangent model, or "nn", the network with sampled weights.
+            joint: Whether to return the mean (B C,) and the covariance (B C, B C) of all inputs, for regression.
+            link_approx: "probit", "bridge", "bridge_norm" or "mc"; only "mc" for "nn".
+            n_samples: The number of draws for "mc" and "nn".
+            diagonal_output: Whether to leave out covariances between outputs: (B, C) for regression.
+            generator: The source of randomness; the global generator if None.
+            fitting: Has no effect; laplace-torch uses it for reward models.
+        """
+        kind, link = option("pred_type", pred_type, PredType), option("link_approx", link_approx, LinkApprox)
+        GENERATOR.check("generator", generator)
+        require_integer("n_samples", n_samples)
+        if kind == "nn" and self.likelihood == "classification" and link != "mc":
+            raise UnsupportedError(f"link_approx is {link!r} for pred_type 'nn'; expected 'mc'.")
+        regression = self.likelihood == "regression"
+        if kind == "nn":
+            draws = network_functions(self.posterior, x, n_samples, generator)
+            return (draws.mean(0), draws.var(0)) if regression else draws.softmax(-1).mean(0)
+        belief = self.posterior.functions(x, joint=joint and regression)
+        if regression:
+            mean, cov = self._detached(belief.mean), self._detached(belief.cov)
+            if joint:
+                return mean.flatten(), cov.reshape(mean.numel(), -1)
+            return mean, cov.diagonal(dim1=-2, dim2=-1) if diagonal_output else cov
+        return self._detached(probabilities(belief, link, n_samples, diagonal_output, generator))
+
+    def predictive(self, x: Any, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int) -> Any:
+        """Return the same as a call."""
+        return self(x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples)
+
+    def functional_samples(
+        self,
+        x: Any,
+        pred_type: PredType | str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Return draws of f(x), (n, B, C): one draw of the weights for all inputs.
+
+        With ``diagonal_output`` outputs and inputs are independent of each other.
+        """
+        if option("pred_type", pred_type, PredType) == "nn":
+            return network_functions(self.posterior, x, n_samples, generator)
+        return functions(self.posterior, x, n_samples, diagonal_output, generator)
+
+    def predictive_samples(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return draws of f(x), or of the probabilities for classification; arguments as ``functional_samples``."""
+        draws = self.functional_samples(x, *args, **kwargs)
+        return draws if self.likelihood == "regression" else draws.softmax(-1)
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Return draws of the weights, (n, P); of a subnetwork with all other weights beside them."""
+        draws = self.posterior.weight_samples(n_samples, generator)
+        selection = self.posterior.network.selection
+        if selection.index is None:
+            return draws
+        full = torch.nn.utils.parameters_to_vector([p for p in self.model.parameters() if p.requires_grad]).detach()
+        samples = full.repeat(n_samples, 1)
+        samples[:, self._settings.subnetwork_indices] = draws  # in the order in which they were given
+        return samples
+
+    def _detached(self, value: Tensor) -> Tensor:
+        return value if self.enable_backprop else value.detach()
+
+    # Files.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the posterior as tensors and plain values, for ``torch.save``; ``posterior.save(path)`` is native."""
+        return {
+            "lapwing": files.packed(self.posterior), "temperature": self.temperature, "structure": self._structure,
+            "prior_precision": self._prior_precision.detach(), "sigma_noise": self._sigma_noise.detach(),
+            "prior_mean": self._prior_mean, "likelihood": self.likelihood,
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the posterior of ``state_dict()``, for a model with the same weights.
+
+        Raises:
+            UnsupportedError: If it belongs to another structure or likelihood.
+            FileError: If it is damaged, or belongs to a model with other weights.
+        """
+        for name, own in (("structure", self._structure), ("likelihood", self.likelihood)):
+            if state_dict.get(name) != own:
+                raise UnsupportedError(f"the state has the {name} {state_dict.get(name)!r}; expected {own!r}.")
+        self.model.eval()
+        self._fitted = files.unpacked(state_dict["lapwing"], self.model)
+        self.temperature, self.prior_mean = state_dict["temperature"], state_dict["prior_mean"]
+        self.sigma_noise, self.prior_precision = state_dict["sigma_noise"], state_dict["prior_precision"]
