@@ -81,7 +81,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
     print(f"python -m benchmarks.optimisation --seeds {arguments.seeds} --rounds {arguments.rounds}")
@@ -97,11 +97,11 @@ def main() -> None:
             name: [[pool.submit(regret, name, seed, arguments.rounds, way) for seed in seeds] for way in ways]
             for name in FUNCTIONS
         }
-    for name in FUNCTIONS:
-        runs = [[run.result() for run in way] for way in started[name]]
-        gains = [[a - b for a, b in zip(runs[0], other, strict=True)] for other in runs[1:]]
-        cells = [*(f"{with_error(each):>15}" for each in runs), *(f"{with_error(each):>15}" for each in gains)]
-        print(f"{name:10}  {'  '.join(cells)}", flush=True)
+        for name in FUNCTIONS:
+            runs = [[run.result() for run in way] for way in started[name]]
+            gains = [[a - b for a, b in zip(runs[0], other, strict=True)] for other in runs[1:]]
+            cells = [*(f"{with_error(each):>15}" for each in runs), *(f"{with_error(each):>15}" for each in gains)]
+            print(f"{name:10}  {'  '.join(cells)}", flush=True)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"\n{used.ru_utime + used.ru_stime:.0f} s of one core")
 

@@ -21,7 +21,7 @@ from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.networks.directional import outputs_along
 from lapwing.posteriors.protocols import HasWeightSamples, required
-from lapwing.priors.kernel import prior_kernel
+from lapwing.tuners.linear_mode import LinearMode
 
 try:
     from botorch.models.deterministic import GenericDeterministicModel
@@ -38,9 +38,7 @@ except ImportError as error:
     ) from error
 
 TOGETHER = 128  # inputs whose joint covariance is computed at once; only its blocks on the diagonal are kept
-UNITS, STEPS, DECAY = 32, 600, 1e-5  # of the network that ``surrogate`` trains
-PRIOR = 3.0  # the prior variance of standardised targets that ``surrogate`` assumes
-PROBES = 256  # inputs over which it is averaged
+UNITS, STEPS, DECAY = 32, 600, 1e-4  # of the network that ``surrogate`` trains
 FITTED = Rule("a fitted posterior from lw.fit, lw.train or lw.load", lambda value: isinstance(value, Fitted))
 
 
@@ -270,12 +268,11 @@ def thompson(
 
 
 def surrogate(
-    X: Tensor, Y: Tensor, bounds: Tensor, *, noise_std: float = 0.003, generator: torch.Generator | None = None
+    X: Tensor, Y: Tensor, bounds: Tensor, *, noise_std: float = 0.01, generator: torch.Generator | None = None
 ) -> LapwingModel:
     """Train a small network on observations and return its exact posterior as a BoTorch model.
 
-    Inputs are scaled to [-1, 1] and targets standardised. The prior precision is such that the prior variance of the
-    standardised targets is three on average over the box.
+    Inputs are scaled to [-1, 1] and targets standardised; the evidence of the tangent model chooses the prior.
 
     Args:
         X: The inputs, (n, d).
@@ -297,14 +294,14 @@ def surrogate(
             f"X has the shape {tuple(X.shape)}, Y {tuple(Y.shape)} and bounds {tuple(bounds.shape)}; expected (n, d), "
             "(n, m) and (2, d)."
         )
-    scaling, standard = Normalize(X.shape[1], bounds=bounds.double(), center=0.0), Standardize(Y.shape[1])
+    inner = bounds.double().mean(0) + torch.tensor([[-0.25], [0.25]]).to(X.device) * (bounds[1] - bounds[0]).double()
+    scaling = Normalize(X.shape[1], bounds=inner, center=0.0)  # half of the box has unit width: the box is [-1, 1]
+    standard = Standardize(Y.shape[1])
     x, y = scaling(X.double()), standard(Y.double())[0]
     standard.eval()
     network = _trained(x, y, generator)
-    fitted = fit(network, [(x, y)], Gaussian(noise_std=noise_std), method=KernelSpace(), prior=1.0)
-    box = 2 * uniform((PROBES, X.shape[1]), torch.Generator().manual_seed(0), x) - 1
-    kernel = prior_kernel(fitted.network.linearise(box).jacobians(), fitted.prior)
-    return LapwingModel(fitted.with_prior(float(kernel.diagonal().mean()) / PRIOR), scaling, standard)
+    fitted = fit(network, [(x, y)], Gaussian(noise_std=noise_std), method=KernelSpace(), tuner=LinearMode())
+    return LapwingModel(fitted, scaling, standard)
 
 
 def _trained(x: Tensor, y: Tensor, generator: torch.Generator | None) -> nn.Module:
