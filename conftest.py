@@ -21,7 +21,7 @@ for accelerator in (torch.cuda, torch.xpu, torch.mtia):
         accelerator.manual_seed_all = lambda seed: None
 
 # Examples of modules that need a package of the integrations run where it is installed.
-collect_ignore = [f"lapwing/{name}.py" for name in ("lightning",) if find_spec(name) is None]
+collect_ignore = [f"lapwing/{name}.py" for name in ("lightning", "botorch") if find_spec(name) is None]
 
 gc.disable()  # while tests are collected: all that is made then stays
 

@@ -25,6 +25,7 @@ from lapwing.core.streams import InputStream, is_loader
 from lapwing.core.trace import Trace
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.modules.predicting import ModuleOf, module_of
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.functionals import Functional
@@ -557,6 +558,34 @@ class Fitted(Reports):
         return replace(self, posterior=on_device(self.posterior, target, keep=model))
 
     @outside_autocast
+    @outside_inference
+    def as_module(self, returns: str = "logits") -> ModuleOf:
+        """Return the posterior as an ``nn.Module`` in evaluation mode that takes what the model takes.
+
+        Its parameters are those of the model, which are shared and not copied. For a last-layer posterior it is a
+        closed form of plain tensor operations, for ``torch.export`` and ``torch.onnx.export``; otherwise it calls
+        ``predict``, and export is refused with the reason.
+
+        Args:
+            returns: "logits": what the model returns, in its shape, with the uncertainty inside: log-probabilities of
+                classes, log-odds of binary labels, the mean of a regression. "probs": probabilities. "moments": two
+                tensors, probabilities and variances of f, or mean and variance of the target.
+
+        Raises:
+            ModelError: If the model's weights have changed since the fit.
+            UnsupportedError: If ``returns`` is none of these, or "probs" for a regression.
+
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+        >>> data = [(x, (x[:, 0] > 0.1).long())]
+        >>> posterior = lw.fit(torch.nn.Linear(1, 2), data, "classification", prior=2.0)
+        >>> torch.allclose(posterior.as_module()(x).softmax(-1), posterior.predict(x).probs, atol=1e-5)
+        True
+        """
+        self._unchanged()
+        return module_of(self, returns)
+
+    @outside_autocast
     def save(self, path: str | Path) -> None:
         """Write the posterior to a file, whole or not at all; the model itself is not in it.
 
@@ -591,7 +620,8 @@ class Fitted(Reports):
         """
         self._unchanged()
         device = self.network.device
-        x = moved(as_tensors(x, self.network.arithmetic), lambda t: t.to(device) if slopes else t.detach().to(device))
+        x = as_tensors(x, self.network.arithmetic)
+        x = moved(x, lambda t: (t if slopes or not t.requires_grad else t.detach()).to(device))
         if wants_slopes(x) and not self.posterior.differentiable:
             raise UnsupportedError(
                 f"x requires a gradient, and the beliefs of {self.method} are not differentiable in the inputs. Use "

@@ -260,6 +260,11 @@ def _rule(count: int) -> tuple[Tensor, Tensor]:
 NODES = 512  # they integrate a sigmoid of logits with a standard deviation of up to 30 to about 1e-9
 
 
+def normal_rule(count: int = NODES) -> tuple[Tensor, Tensor]:
+    """Return nodes of a standard normal and their weights, (count,) each, in float64."""
+    return _rule(count)
+
+
 def normal_nodes(belief: FunctionGaussian, rows: slice = slice(None), count: int = NODES) -> tuple[Tensor, Tensor]:
     """Return values of f (B, C, count) at some of the inputs, and their weights (count,), which sum to one."""
     nodes, weights = _rule(count)

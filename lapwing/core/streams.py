@@ -77,13 +77,16 @@ class InputStream:
         if waiting:
             yield _joined(waiting)
 
+    def _moved(self, t: Tensor) -> Tensor:
+        return (t.detach() if t.requires_grad else t).to(self.device, non_blocking=True)
+
     def _checked(self) -> Iterator[Inputs]:
         """Yield the inputs of all batches that have rows, on the device; raise if there are none."""
         empty = True
         items = ProgressBar(self.source, "predicting", visible=True) if self.progress else self.source
         for position, item in enumerate(read(items, undisturbed)):
             item = item if self.dtype is None else as_tensors(item, self.dtype)
-            inputs = moved(self._inputs(item, position), lambda t: t.detach().to(self.device, non_blocking=True))
+            inputs = moved(self._inputs(item, position), self._moved)
             if any(n_rows(leaf) == 0 and getattr(leaf, "ndim", 1) for _, leaf in placed(inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
             check_finite(inputs, f"inputs of batch {position}")

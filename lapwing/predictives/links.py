@@ -19,7 +19,12 @@ COPIES = 4  # of a (C, C) intermediate that a link holds for each input
 
 def probit(belief: FunctionGaussian) -> Tensor:
     """Return log softmax(m / sqrt(1 + π/8 var)), (B, C). It needs variances only."""
-    return (belief.mean / torch.sqrt(1 + math.pi / 8 * belief.variance)).log_softmax(-1)
+    return probit_of(belief.mean, belief.variance).log_softmax(-1)
+
+
+def probit_of(mean: Tensor, variance: Tensor) -> Tensor:
+    """Return m / sqrt(1 + π/8 var)."""
+    return mean / torch.sqrt(1 + math.pi / 8 * variance)
 
 
 def pairwise(belief: FunctionGaussian) -> Tensor:
@@ -46,10 +51,15 @@ def pairwise(belief: FunctionGaussian) -> Tensor:
         spread = own[part].unsqueeze(-1) + own[part].unsqueeze(-2)
         if cov is not None:
             spread = torch.add(spread, cov[part], alpha=-2).clamp_min(0)
-        ahead = flat[part].unsqueeze(-2) - flat[part].unsqueeze(-1)  # m_i - m_k
-        shrink = torch.add(torch.ones_like(spread[:1, :1, :1]), spread, alpha=LOGISTIC).rsqrt()
-        logits.append(-torch.logsumexp(ahead * shrink, -1))
+        logits.append(paired(flat[part], spread))
     return torch.cat(logits).reshape(mean.shape).log_softmax(-1) if logits else mean.log_softmax(-1)
+
+
+def paired(mean: Tensor, spread: Tensor) -> Tensor:
+    """Return l (..., C) of ``pairwise`` from the means (..., C) and the variances s of all differences, (..., C, C)."""
+    ahead = mean.unsqueeze(-2) - mean.unsqueeze(-1)  # m_i - m_k
+    shrink = torch.add(torch.ones_like(spread[:1, :1, :1]), spread, alpha=LOGISTIC).rsqrt()
+    return -torch.logsumexp(ahead * shrink, -1)
 
 
 def bridge(belief: FunctionGaussian) -> Tensor:

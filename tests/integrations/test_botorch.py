@@ -1,0 +1,143 @@
+"""The BoTorch model: batch shapes, transforms, gradients, acquisition functions, Thompson sampling, refusals."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("botorch")
+
+from botorch.acquisition import PosteriorMean
+from botorch.acquisition.logei import qLogExpectedImprovement, qLogNoisyExpectedImprovement
+from botorch.models.transforms.input import Normalize
+from botorch.models.transforms.outcome import Standardize
+from botorch.optim import optimize_acqf
+from botorch.sampling import SobolQMCNormalSampler
+
+import lapwing as lw
+from lapwing.botorch import LapwingModel, surrogate, thompson
+from tests.tolerances import SOLVED, assert_close
+
+DT = torch.float64
+ROWS, INPUTS = 14, 2
+NOISE = 0.1
+
+
+def generated(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, dtype=DT, generator=torch.Generator().manual_seed(seed))
+
+
+X = generated(ROWS, INPUTS)
+BOUNDS = torch.tensor([[0.0] * INPUTS, [1.0] * INPUTS], dtype=DT)
+
+
+@cache
+def fitted(outputs: int, method: Any = None) -> lw.Fitted:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(INPUTS, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    y = generated(ROWS, outputs, seed=2)
+    return lw.fit(net, [(X, y)], lw.Gaussian(noise_std=NOISE), method=method or lw.Kron(), prior=1.0)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("shape", [(4,), (1,), (5, 1), (2, 3, 4)], ids=str)
+def test_batches_of_joint_beliefs(outputs: int, shape: tuple[int, ...]) -> None:
+    """Each batch against a call of functions by itself."""
+    x = generated(*shape, INPUTS, seed=3)
+    posterior = LapwingModel(fitted(outputs)).posterior(x)
+    assert posterior.mean.shape == posterior.variance.shape == (*shape, outputs)
+    assert posterior.rsample(torch.Size([7])).shape == (7, *shape, outputs)
+    q = shape[-1]
+    means, covs = posterior.mean.reshape(-1, q, outputs), posterior.distribution.covariance_matrix
+    for each, mean, cov in zip(
+        x.reshape(-1, q, INPUTS), means, covs.reshape(-1, q * outputs, q * outputs), strict=True
+    ):
+        belief = fitted(outputs).functions(each, joint=True)
+        assert_close(mean, belief.mean)
+        assert_close(cov, belief.cov.reshape(cov.shape))
+
+
+def test_noise_some_outputs_and_transforms() -> None:
+    model, x = LapwingModel(fitted(3)), generated(4, INPUTS, seed=3)
+    plain = model.posterior(x)
+    assert_close(model.posterior(x, observation_noise=True).variance, plain.variance + NOISE**2)
+    given = torch.full((4, 3), 0.5, dtype=DT)
+    assert_close(model.posterior(x, observation_noise=given).variance, plain.variance + 0.5)
+    assert_close(model.posterior(x, output_indices=[2, 0]).mean, plain.mean[:, [2, 0]])
+    inputs, standard = Normalize(INPUTS, bounds=3 * BOUNDS), Standardize(3)
+    standard(generated(ROWS, 3, seed=4) * 5 + 2)
+    standard.eval()
+    scaled = LapwingModel(fitted(3), inputs, standard).posterior(3 * x)
+    assert_close(scaled.mean, standard.untransform(plain.mean)[0])
+    assert_close(scaled.variance, plain.variance * standard.stdvs.square())
+
+
+def test_gradients_of_an_acquisition_function() -> None:
+    sampler = SobolQMCNormalSampler(torch.Size([16]), seed=0)
+    acquisition = qLogExpectedImprovement(LapwingModel(fitted(1)), best_f=0.6, sampler=sampler)
+    x = generated(2, 3, INPUTS, seed=5).requires_grad_()
+    assert torch.autograd.gradcheck(acquisition, (x,), fast_mode=True)
+
+
+def test_the_surrogate_knows_where_it_knows_and_its_mean_is_maximised() -> None:
+    """Near the data it fits them; the maximum that BoTorch finds is above all values at random points."""
+    y = -(X - 0.3).square().sum(1, keepdim=True)
+    model = surrogate(X, y, BOUNDS, generator=torch.Generator().manual_seed(0))
+    at_data, far = model.posterior(X), model.posterior(generated(50, INPUTS, seed=7))
+    assert float((at_data.mean - y).abs().max()) < 0.2 * float(y.std())
+    assert float(far.variance.mean()) > 2 * float(at_data.variance.mean())
+    point, value = optimize_acqf(PosteriorMean(model), BOUNDS, q=1, num_restarts=3, raw_samples=32)
+    assert float(value) >= float(far.mean.max()) - 1e-6
+    assert bool(((point >= 0) & (point <= 1)).all())
+
+
+def test_noisy_acquisition_and_batches() -> None:
+    acquisition = qLogNoisyExpectedImprovement(LapwingModel(fitted(1)), X_baseline=X)
+    points, _ = optimize_acqf(acquisition, BOUNDS, q=2, num_restarts=2, raw_samples=8, options={"maxiter": 5})
+    assert points.shape == (2, INPUTS)
+
+
+@pytest.mark.parametrize("method", [lw.Kron(), lw.Full(), lw.KernelSpace()], ids=lambda m: type(m).__name__)
+def test_paths_are_consistent_functions(method: Any) -> None:
+    """Equal at equal inputs in every call, and the draws of function_samples from the same generator."""
+    model, x = LapwingModel(fitted(1, method)), generated(3, 4, INPUTS, seed=6)
+    draws = lambda: torch.Generator().manual_seed(9)
+    paths = model.paths(5, draws())
+    values = paths(x)
+    assert values.shape == (5, 3, 4, 1)
+    assert_close(paths(x[1:2, :2]), values[:, 1:2, :2])
+    samples = model.fitted.function_samples(x.flatten(0, 1), 5, draws())
+    assert_close(values.flatten(1, 2), samples, SOLVED)
+    assert torch.autograd.gradcheck(paths, (x.requires_grad_(),), fast_mode=True)
+
+
+def test_thompson_points_maximise_their_functions() -> None:
+    model, draws = LapwingModel(fitted(1)), lambda: torch.Generator().manual_seed(4)
+    torch.manual_seed(0)
+    points = thompson(model, BOUNDS, 3, generator=draws())
+    assert points.shape == (3, INPUTS)
+    others = generated(200, INPUTS, seed=8)
+    paths = model.paths(3, draws())
+    best = torch.stack([paths(points[None])[k, 0, k, 0] for k in range(3)])
+    assert bool((best >= paths(others[None])[:, 0, :, 0].amax(1) - 1e-6).all())
+
+
+def test_refusals() -> None:
+    model = LapwingModel(fitted(1))
+    with pytest.raises(lw.errors.UnsupportedError, match="fit again"):
+        model.fantasize(X[:1], SobolQMCNormalSampler(torch.Size([2])))
+    with pytest.raises(lw.errors.UnsupportedError, match="output_indices"):
+        model.subset_output([0])
+    with pytest.raises(lw.errors.UnsupportedError, match="posterior"):
+        LapwingModel(nn.Linear(2, 1))  # type: ignore[arg-type]
+    labels = lw.fit(nn.Linear(INPUTS, 3).double(), [(X, torch.arange(ROWS) % 3)], "classification", prior=1.0)
+    with pytest.raises(lw.errors.UnsupportedError, match="expected a regression"):
+        LapwingModel(labels)
+    with pytest.raises(lw.errors.UnsupportedError, match="3 outputs"):
+        thompson(LapwingModel(fitted(3)), BOUNDS, 1)
+    with pytest.raises(lw.errors.DataError, match=r"expected \(n, d\)"):
+        surrogate(X, X[:3], BOUNDS)

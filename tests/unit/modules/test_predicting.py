@@ -1,0 +1,155 @@
+"""A posterior as a module: equal to predict, in the shape that the model returned, in plain evaluation loops."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.modules.closed_form import ClosedForm
+from lapwing.modules.predicting import Predicting
+from tests import problems
+from tests.tolerances import assert_near
+
+ROWS, INPUTS, CLASSES, UNITS, NEW = 20, 4, 3, 5, 6
+LIMIT = 1e-5  # of probabilities and variances
+
+
+def generated(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+X, Z = generated(ROWS, INPUTS), generated(NEW, INPUTS, seed=1)
+LABELS = torch.arange(ROWS) % CLASSES
+NUMBERS, BINARY = generated(ROWS, 2, seed=2), (X[:, 0] > 0).float()
+
+
+def net(outputs: int, flat: bool = False) -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Linear(INPUTS, UNITS), nn.Tanh(), nn.Linear(UNITS, outputs), *([nn.Flatten(0)] if flat else [])]
+    return nn.Sequential(*layers)
+
+
+def classes(method: Any = None, **more: Any) -> lw.Fitted:
+    return lw.fit(net(CLASSES), [(X, LABELS)], more.pop("likelihood", "classification"), method=method, **more)
+
+
+LAST = {"weights": lw.last_layer}
+HELD_OUT = {"validation": (Z, LABELS[:NEW])}
+CLOSED: dict[str, Callable[[], lw.Fitted]] = {
+    "kron": lambda: classes(lw.Kron(), prior=0.5, **LAST),
+    "full": lambda: classes(lw.Full(), prior=0.5, **LAST),
+    "diagonal": lambda: classes(lw.Diagonal(), prior=0.5, **LAST),
+    "ekron": lambda: classes(lw.EKron(), prior=0.5, **LAST),
+    "bridge": lambda: classes(lw.Kron(), prior=0.5, likelihood=lw.Categorical(link="bridge"), **LAST),
+    "probit": lambda: classes(lw.Kron(), prior=0.5, likelihood=lw.Categorical(link="probit"), **LAST),
+    "default": lambda: classes(**LAST),
+    "held-out data": lambda: classes(**LAST, **HELD_OUT),
+    "plain network": lambda: classes(lw.baselines.MapOnly(), **HELD_OUT),
+    "binary": lambda: lw.fit(net(1, True), [(X, BINARY)], "binary", prior=0.5, **LAST),
+    "regression": lambda: lw.fit(net(2), [(X, NUMBERS)], "regression", **LAST),
+    "regression, one noise": lambda: lw.fit(net(2), [(X, NUMBERS)], lw.Gaussian(noise_std=0.2), prior=2.0, **LAST),
+}
+OTHERS: dict[str, tuple[Callable[[], lw.Fitted], str]] = {
+    "all weights": (lambda: classes(prior=0.5), "not those of one layer"),
+    "another layer": (lambda: classes(prior=0.5, weights=lw.named("^0")), "not known to make the outputs"),
+    "draws": (lambda: classes(prior=0.5, likelihood=lw.Categorical(link="mc"), **LAST), "'mc' has no closed form"),
+    "members": (lambda: classes(lw.baselines.Ensemble([net(CLASSES), net(CLASSES)])), "not those of one layer"),
+}
+
+
+@cache
+def closed(name: str) -> lw.Fitted:
+    return CLOSED[name]()
+
+
+def moments(posterior: lw.Fitted, x: Tensor) -> tuple[Tensor, Tensor]:
+    predictive = posterior.predict(x)
+    if hasattr(predictive, "probs"):
+        return predictive.probs, posterior.functions(x).variance
+    return predictive.mean, predictive.variance
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_closed_forms_are_predictions(name: str) -> None:
+    posterior = closed(name)
+    module = posterior.as_module("moments")
+    assert isinstance(module, ClosedForm)
+    shape = posterior.network.model(Z).shape
+    for ours, theirs in zip(module(Z), moments(posterior, Z), strict=True):
+        assert_near(ours, theirs.reshape(shape), LIMIT)
+    logits = posterior.as_module()(Z)
+    assert logits.shape == shape
+    if name == "binary":
+        assert_near(logits.sigmoid(), posterior.predict(Z).probs.reshape(shape), LIMIT)
+    elif "regression" not in name:
+        assert_near(logits.softmax(-1), posterior.predict(Z).probs, LIMIT)
+        assert_near(posterior.as_module("probs")(Z), posterior.predict(Z).probs, LIMIT)
+        assert_near(logits.exp().sum(-1), torch.ones(NEW), LIMIT)  # log-probabilities
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_call_predict_and_say_why_they_cannot_be_exported(name: str) -> None:
+    make, why = OTHERS[name]
+    posterior = make()
+    module = posterior.as_module("moments")
+    assert isinstance(module, Predicting)
+    for ours, theirs in zip(module(Z), moments(posterior, Z), strict=True):
+        assert_near(ours, theirs, 0.0)
+    assert_near(posterior.as_module()(Z).softmax(-1), posterior.predict(Z).probs, LIMIT)
+    with pytest.raises(lw.errors.UnsupportedError, match=f"no closed form to export: .*{why}.*weights=lw.last_layer"):
+        torch.export.export(module, (Z,))
+
+
+def test_a_plain_evaluation_loop() -> None:
+    """Cross-entropy, accuracy and calls of train() as in existing code; the mean log-probability is predict's."""
+    posterior = closed("kron")
+    module = posterior.as_module()
+    module.train()
+    assert not any(each.training for each in module.modules())
+    loss, right = 0.0, 0
+    with torch.no_grad():
+        for x, y in zip(X.split(7), LABELS.split(7), strict=True):
+            logits = module(x)
+            loss += float(nn.functional.cross_entropy(logits, y, reduction="sum"))
+            right += int((logits.argmax(-1) == y).sum())
+    predictive = posterior.predict(X)
+    assert abs(loss + float(predictive.log_prob(LABELS).sum())) < LIMIT * ROWS
+    assert right == int((predictive.probs.argmax(-1) == LABELS).sum())
+
+
+def test_parameters_are_shared_and_the_model_is_left_as_it_was() -> None:
+    posterior = closed("kron")
+    model = posterior.network.model
+    module = problems.unchanged(model, posterior.as_module)
+    assert {id(p) for p in model.parameters()} == {id(p) for p in module.parameters()}
+    problems.unchanged(model, lambda: module(Z))
+
+
+def test_copies_and_another_dtype() -> None:
+    module = closed("kron").as_module("moments")
+    double = copy.deepcopy(module).double()
+    for wide, narrow in zip(double(Z.double()), module(Z), strict=True):
+        assert wide.dtype == torch.float64
+        assert_near(wide, narrow, LIMIT)
+
+
+def test_a_shifted_mean() -> None:
+    """The mean of the tangent model at its own optimum."""
+    posterior = lw.fit(net(2), [(X, NUMBERS)], lw.Gaussian(noise_std=0.2), method=lw.Full(), prior=2.0, **LAST)
+    shifted = posterior.tuned(lw.tuners.LinearMode([(X, NUMBERS)], mean="tangent"))
+    for ours, theirs in zip(shifted.as_module("moments")(Z), moments(shifted, Z), strict=True):
+        assert_near(ours, theirs, LIMIT)
+
+
+def test_wrong_calls_are_refused() -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match="returns"):
+        closed("kron").as_module("variance")
+    with pytest.raises(lw.errors.UnsupportedError, match="regression has none"):
+        closed("regression").as_module("probs")
