@@ -110,6 +110,7 @@ class Networks:
     fingerprints: tuple[Fingerprint, ...] = ()  # of the models at the fit
     _replicas: tuple[Replica, ...] = field(init=False)
     together: ClassVar[bool] = False
+    of_one_network: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         vars(self)["_replicas"] = tuple(Replica(model, (), can_be_copied(model)) for model in self.models)
