@@ -435,7 +435,7 @@ class Fitted:
         self._unchanged()
         if not self.base.of_one_network:
             raise UnsupportedError(
-                f"{self.method} has several networks, each with weights of its own; expected a posterior of one network "
+                f"{self.method} has several networks, each with its own weights; expected a posterior of one network "
                 f"for {curvature}(). Fit one to each: lw.fit(model, data, ...)."
             )
         batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=shows_progress(None))

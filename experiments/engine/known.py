@@ -24,6 +24,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "regularised": "experiments.vision.regularised:Regularised",
     "response": "experiments.response_task:ResponseTask",
     "sampling": "experiments.sampling:Sampling",
+    "tomography": "experiments.tomography.experiment:Tomography",
     "uci": "experiments.tables:Tables",
     "budget": "experiments.budget:Budget",
     "between": "experiments.maps_regression:Between",
