@@ -23,6 +23,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "pushed": "experiments.pushed:PushedImages",
     "regularised": "experiments.vision.regularised:Regularised",
     "response": "experiments.response_task:ResponseTask",
+    "resnet50": "experiments.vision.fifty:Fifty",
     "sampling": "experiments.sampling:Sampling",
     "tomography": "experiments.tomography.experiment:Tomography",
     "uci": "experiments.tables:Tables",
