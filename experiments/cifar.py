@@ -23,12 +23,11 @@ from experiments.data import data_folder
 from experiments.engine.contract import Record
 from experiments.options import Progress, add_data_dir, positive, silent
 from experiments.repeats import mean_scores, spread_scores
-from experiments.resnets import DEPTHS, cifar10, cropped, pretrained
+from experiments.resnets import DEPTHS, TRAINED_ON, cifar10, cropped, pretrained
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import batches
 
 BATCH = 250
-TRAINED_ON = 50_000  # images that the networks were trained on
 Pair = tuple[Tensor, Tensor]
 
 

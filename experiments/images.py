@@ -27,7 +27,6 @@ from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, mlp, optimise
 from lapwing.errors import DataError
 
-TRAINED_ON = 50_000  # images that the given residual networks were trained on
 PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-2, 13))
 WEAKER = tuple(10.0 ** (k / 2) for k in range(-8, 3))  # for a few directions
 
@@ -245,7 +244,7 @@ def _fitted(task: Task, seed: int, **options: Any) -> tuple[Beliefs, str]:
 def _corrected(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, str]:
     """Return the posterior by the corrected evidence of some images, which stand for those that trained the network."""
     data = task.train[0][: settings.corrected], task.train[1][: settings.corrected]
-    of = TRAINED_ON if settings.network.startswith("resnet") else len(task.train[1])
+    of = resnets.TRAINED_ON if settings.network.startswith("resnet") else len(task.train[1])
     posterior = corrected_evidence(task.model, data, of, task.batch_size, "probit")
     return posterior.functions, f"precision {posterior.prior.values.item():.3g} from {len(data[1])} images"
 
