@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Any
 
 from experiments.options import Progress, add_quick, positive
 from experiments.tomography import page, pictures
@@ -11,7 +12,7 @@ from experiments.tomography.scanning import DesignSettings, designed, quick
 from experiments.tomography.study import Study, StudySettings
 from lapwing.demo.result import Report
 
-TINY = {"steps": 20, "channels": 3, "size": 14}  # of the quick form
+TINY: dict[str, Any] = {"steps": 20, "channels": 3, "size": 14}  # of the quick form
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     """Reconstruct the phantom, and choose the next angles of one image."""
-    changes = TINY if arguments.quick else {}
+    changes = {**TINY} if arguments.quick else {}
     changes |= {name: getattr(arguments, name) for name in ("steps", "channels") if getattr(arguments, name)}
     settings, choice = replace(StudySettings(), **changes), replace(quick(DesignSettings()), **changes)
     if arguments.quick:

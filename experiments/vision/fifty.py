@@ -104,9 +104,9 @@ class Fifty:
         corrected = lw.tuners.LinearMode(tolerance=self.tolerance, solver_tolerance=self.solver_tolerance)
         return {
             "naive, one precision": lambda: fit(False, False, naive),
-            "naive, many": lambda: fit(True, False, naive),
             "corrected, one precision": lambda: fit(False, False, corrected),
             "corrected, one precision, simple": lambda: fit(False, True, corrected),
+            "naive, many": lambda: fit(True, False, naive),
             "corrected, many": lambda: fit(True, False, corrected),
             "corrected, many, simple": lambda: fit(True, True, corrected),
         }

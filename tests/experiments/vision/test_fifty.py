@@ -18,7 +18,7 @@ from experiments.vision.fifty import Fifty
 from lapwing.errors import LapwingError
 
 TINY = replace(Fifty.quick(), blocks=(1,), epochs=1, data=9, test=25, tolerance=10.0, solver_tolerance=1.0)
-REDUCED = Path(__file__).parents[3] / "experiments" / "vision" / "reduced.toml"
+REDUCED = Path(__file__).parents[3] / "experiments" / "forms" / "resnet50" / "reduced.toml"
 pytestmark = pytest.mark.filterwarnings("ignore::lapwing.errors.CalibrationWarning")
 
 
