@@ -23,6 +23,7 @@ from torch import Tensor
 
 import lapwing as lw
 from benchmarks import models
+from experiments.corrected import IMAGES, corrected_evidence
 from experiments.data import digits_like
 from experiments.resnets import cifar10, cropped, train
 from lapwing import metrics
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--precisions", type=float, nargs="+", default=PRECISIONS, help="from large to small")
     parser.add_argument("--evidence", action="store_true", help="learn a second precision, by sample EM")
+    parser.add_argument("--corrected", type=int, default=IMAGES, help="images for the corrected evidence")
     parser.add_argument("--width", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--images", type=int, default=50_000)
     parser.add_argument("--test", type=int, default=10_000)
@@ -114,6 +116,8 @@ def main() -> None:
         lambda: lw.fit(model, data, probit, method=method, prior=1e4, tuner=tuner, progress=True),
     )
     kron = judged("Kron, evidence", lambda: lw.fit(model, data, probit, tuner=evidence, progress=False))
+    some = x[: arguments.corrected], y[: arguments.corrected]
+    judged("Kron, corrected evidence", lambda: corrected_evidence(model, some, len(x), arguments.batch, "probit"))
     judged("Kron, validation", lambda: kron.tuned(lw.tuners.Grid(held_out, arguments.precisions)))
     last = judged("last layer, evidence", lambda: lw.fit(model, data, probit, method=lw.Full(), tuner=evidence,
                                                          progress=False, weights="last_layer"))  # fmt: skip

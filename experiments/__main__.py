@@ -25,7 +25,7 @@ EXPERIMENTS = {  # the name of a module in this folder, and its help
     "images": "one network for images, every method: likelihood, calibration, OOD",
     "language": "sentences: transformers and adapters, next words and whole sequences, every method",
     "response": "error bars by pushing: two tasks, sensitivity, tables",
-    "tomography": "images from few X-ray angles, with error bars: a phantom, a table over digits, the next angles",
+    "tomography": "images from few X-ray angles, with error bars: one phantom and its pictures, on a page",
     "pushed": "a convolutional network at its minimum, pushed: Fashion-MNIST",
 }
 

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from experiments.corrected import IMAGES, corrected_evidence
 from experiments.data import data_folder
 from experiments.engine.contract import Record
 from experiments.options import Progress, add_data_dir, positive, silent
 from experiments.repeats import mean_scores, spread_scores
-from experiments.resnets import DEPTHS, cifar10, cropped, pretrained
+from experiments.resnets import DEPTHS, TRAINED_ON, cifar10, cropped, pretrained
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import batches
 
 BATCH = 250
-TRAINED_ON = 50_000  # images that the networks were trained on
 Pair = tuple[Tensor, Tensor]
 
 
@@ -44,7 +44,7 @@ class Cifar:
     data: int = 10_000
     validation: int = 1000
     splits: int = 3
-    corrected: int = 0
+    corrected: int = IMAGES  # training images for the row by the corrected evidence; 0 leaves it out
     device: str = "cpu"
     seed: int = 0
     test: int | None = None  # test images, of which validation images are a part; None takes all
@@ -52,7 +52,7 @@ class Cifar:
     @classmethod
     def quick(cls) -> Cifar:
         """Return the settings of the quick form."""
-        return cls(Path(), depths=(20,), data=200, validation=100, splits=2, test=400)
+        return cls(Path(), depths=(20,), data=200, validation=100, splits=2, corrected=20, test=400)
 
     @classmethod
     def full(cls) -> Cifar:
@@ -77,7 +77,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--validation", type=positive, default=1000, help="validation images (1000)")
     parser.add_argument("--splits", type=positive, default=3, help="choices of the validation images (3)")
     parser.add_argument(
-        "--corrected", type=positive, default=0, help="training images for a row by the corrected evidence (none)"
+        "--corrected",
+        type=positive,
+        default=IMAGES,
+        help="training images for the row by the corrected evidence (2000)",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
 
@@ -139,7 +142,8 @@ def scored(
     by_crops = evidence.tuned(lw.tuners.Integrate(batches(*crops, BATCH)))
     fixed = {"plain": network, "evidence": evidence, "default": guarded, "crops": by_crops}
     if settings.corrected:
-        fixed["corrected evidence"] = by_corrected_evidence(model, train, settings.corrected, progress)
+        some = train[0][: settings.corrected], train[1][: settings.corrected]
+        fixed["corrected evidence"] = corrected_evidence(model, some, TRAINED_ON, progress=progress)
     log_probs = {name: predicted(posterior, test[0]) for name, posterior in fixed.items()}
     runs: dict[str, list[dict[str, float]]] = {}
     for split in range(settings.splits):
@@ -155,23 +159,6 @@ def scored(
         for name, logs in here.items():
             runs.setdefault(name, []).append(scores(logs, test[1][rest]))
     return runs
-
-
-def by_corrected_evidence(model: nn.Module, train: Pair, n: int, progress: Progress) -> lw.Fitted:
-    """Return the posterior whose precision has the largest evidence at the optimum of the tangent model.
-
-    That optimum takes hundreds of passes over the data, so the first ``n`` images stand for all.
-    """
-    start = time.perf_counter()
-    likelihood = lw.Categorical(temperature=n / TRAINED_ON)
-    tuner = lw.tuners.LinearMode(solver_tolerance=1e-2, tolerance=1e-3)
-    data = batches(train[0][:n], train[1][:n], BATCH)
-    posterior = lw.fit(model, data, likelihood, tuner=tuner, progress=False)
-    progress(
-        f"corrected evidence of {n} images at the precision {posterior.prior.values.item():.3g}, "
-        f"{time.perf_counter() - start:.0f} s"
-    )
-    return posterior
 
 
 def predicted(posterior: lw.Fitted, x: Tensor) -> Tensor:

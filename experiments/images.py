@@ -15,6 +15,7 @@ from torch import nn
 
 import lapwing as lw
 from experiments import resnets
+from experiments.corrected import IMAGES, corrected_evidence
 from experiments.data import Images, data_folder, digits_like
 from experiments.engine.contract import Record
 from experiments.engine.seeds import parted, records_of, seed_units
@@ -55,6 +56,7 @@ class ImageTable:
     validation: int = 5000
     data: int | None = None  # training images; None takes all
     test: int | None = None  # test images of each kind
+    corrected: int = IMAGES  # training images for the corrected evidence
     draws: int = 2000  # samples of the logits; with few, the log of their mean is biased downwards
     seeds: int = 3
     device: str = "cpu"
@@ -65,8 +67,8 @@ class ImageTable:
         """Return the settings of the quick form."""
         recipe = replace(cls.recipe, epochs=3)
         return cls(
-            Path(), recipe=recipe, inducing=20, landmarks=200, steps=50, validation=400, data=2000, test=500, draws=200,
-            seeds=1,
+            Path(), recipe=recipe, inducing=20, landmarks=200, steps=50, validation=400, data=2000, test=500,
+            corrected=50, draws=200, seeds=1,
         )  # fmt: skip
 
     @classmethod
@@ -239,6 +241,14 @@ def _fitted(task: Task, seed: int, **options: Any) -> tuple[Beliefs, str]:
     return posterior.functions, f"precision {float(posterior.prior.values.reshape(-1)[0]):.3g}"
 
 
+def _corrected(task: Task, settings: ImageTable, seed: int) -> tuple[Beliefs, str]:
+    """Return the posterior by the corrected evidence of some images, which stand for those that trained the network."""
+    data = task.train[0][: settings.corrected], task.train[1][: settings.corrected]
+    of = resnets.TRAINED_ON if settings.network.startswith("resnet") else len(task.train[1])
+    posterior = corrected_evidence(task.model, data, of, task.batch_size, "probit")
+    return posterior.functions, f"precision {posterior.prior.values.item():.3g} from {len(data[1])} images"
+
+
 def _pushed(variant: str) -> Any:
     """Return a function that fits HFL by fine-tuning for a fixed number of steps, converged or not.
 
@@ -264,6 +274,7 @@ METHODS: dict[str, Callable[[Task, ImageTable, int], tuple[Beliefs, str]]] = {
     "last layer, evidence": _laplace(lambda s: lw.Full(), "last_layer"),
     "last layer, validation": _laplace(lambda s: lw.Full(), "last_layer", True),
     "Kron, evidence": _laplace(lambda s: lw.Kron()),
+    "Kron, corrected evidence": _corrected,
     "Kron, validation": _laplace(lambda s: lw.Kron(), "all", True),
     "ELLA, evidence": _laplace(lambda s: lw.ELLA(s.landmarks, s.rank)),
     "ELLA, validation": _laplace(lambda s: lw.ELLA(s.landmarks, s.rank), "all", True, WEAKER),

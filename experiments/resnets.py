@@ -15,6 +15,7 @@ from lapwing.errors import DataError
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 DEPTHS = (20, 32, 44, 56)
 DECAY = 5e-4  # of weights, in training
+TRAINED_ON = 50_000  # images that the given networks were trained on
 
 
 class BasicBlock(nn.Module):

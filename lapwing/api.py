@@ -323,7 +323,8 @@ def _chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
         rows += checked_targets(network, problem.likelihood, batch)[0].numel()
     rows, few = sum(data.processes.each(rows)), data.processes.lent(few)
     workload = workload_of(network, few, max(1, rows // torch.Size(network.output_shape).numel()))
-    choice = auto.choose(selection.size, rows, workload.single, problem.learn_prior, workload)
+    classes = problem.likelihood.has_logits
+    choice = auto.choose(selection.size, rows, workload.single, problem.learn_prior, workload, classes)
     return choice.method, choice.why
 
 

@@ -116,8 +116,8 @@ def check(
     Args:
         model: The network, in evaluation mode.
         batch: A few inputs as ``fit`` takes them, or ``(inputs, targets)``.
-        likelihood: As for ``fit``, for the predictions that are timed; "classification" for several outputs and
-            "regression" for one if None.
+        likelihood: As for ``fit``, for the predictions that are timed and the method that is recommended;
+            "classification" for several outputs and "regression" for one if None.
         weights: The choice of weights, as in ``fit``; all by default.
         data: The number of training data that the costs are for; as many as in the batch by default.
         auto: The limits under which the recommended method is chosen; ``lw.Auto()`` by default.
@@ -144,7 +144,7 @@ def check(
     >>> report.costs["Full"].stored
     544
     >>> type(report.recommended.method).__name__
-    'Full'
+    'Kron'
     """
     whole = Rule("the number of training data, at least 1", lambda v: is_integer(v) and v >= 1, DataError)
     (whole | NONE).check("data", data)
@@ -172,16 +172,16 @@ def check(
         costs = {name: trials.timed(methods[name], cost) if name in names else cost for name, cost in costs.items()}
     return Report(
         workload.weights, _outputs(network), str(network.dtype).removeprefix("torch."), tuple(layers), costs,
-        recommended(workload, device, Auto() if auto is None else auto), workload,
+        recommended(workload, device, Auto() if auto is None else auto, problem.likelihood.has_logits), workload,
         scale_free_groups(network, inputs), network.count(inputs),
         tuple(name for name in methods if name not in costs), bool(to_time),
     )  # fmt: skip
 
 
-def recommended(workload: Workload, device: torch.device, auto: Auto) -> Choice:
+def recommended(workload: Workload, device: torch.device, auto: Auto, classes: bool) -> Choice:
     """Return what ``fit(..., method=auto)`` chooses for these data, if the prior precision is to be learned."""
     auto = replace(auto, gpu=auto.gpu or device.type == "cuda")
-    return auto.choose(workload.weights, workload.rows, workload.single, True, workload)
+    return auto.choose(workload.weights, workload.rows, workload.single, True, workload, classes)
 
 
 def _outputs(network: Network) -> tuple[int, ...]:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lapwing.api import train
 from lapwing.core.atomic import write_atomically
+from lapwing.core.data import Data, shows_progress
+from lapwing.core.inputs import placed
+from lapwing.core.random import Stream
+from lapwing.core.reading import Reading
 from lapwing.core.settings import NONE, PATH, require_integer
 from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
@@ -45,8 +50,9 @@ def train_ensemble(
         members: The number of networks.
         recipe: How each is trained: ``lw.recipes.fixed()`` (plain training) if None.
         folder: An existing folder for a checkpoint of every member, written after every epoch. A repeated call goes on
-            from there, with the result of a call that was not interrupted. Recipe and likelihood must be the same; the
-            data must be too, and are not compared.
+            from there, with the result of a call that was not interrupted. Recipe, likelihood and data must be the
+            same, in any order of the data, which are read twice to compare them. Inputs or targets that differ between
+            two readings, as with random augmentation, are not compared.
         target_key: As for ``fit``.
         output: As for ``fit``.
         progress: Whether to show progress bars; None shows them on a terminal.
@@ -56,7 +62,8 @@ def train_ensemble(
 
     Raises:
         UnsupportedError: If ``members`` or ``recipe`` is of the wrong kind, or a module has no ``reset_parameters``.
-        DataError: If the folder belongs to another model, recipe or likelihood; as for ``train`` otherwise.
+        DataError: If the folder belongs to another model, recipe, likelihood or other data; as for ``train``
+            otherwise.
         NumericalError: If the loss of a member is not finite.
 
     >>> import torch
@@ -73,7 +80,9 @@ def train_ensemble(
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected fixed(...), online(...) or another Recipe.")
     if folder is not None:
-        _refuse_other_call(Path(folder), recipe, named("likelihood", likelihood))
+        cpu = torch.device("cpu")
+        read = Data(data, cpu, target_key, shows_progress(progress), stream=Stream(0, cpu))
+        _refuse_other_call(Path(folder), recipe, named("likelihood", likelihood), Described.of(read))
     trained = []
     for number in range(members):
         of_member = replace(recipe, seed=recipe.seed + number)
@@ -87,17 +96,74 @@ def train_ensemble(
     return trained
 
 
-def _refuse_other_call(folder: Path, recipe: Recipe, likelihood: Likelihood) -> None:
+@dataclass(frozen=True, eq=False)
+class Described:
+    """What data are, in numbers that do not depend on the order of their rows."""
+
+    rows: Reading  # inputs and targets; without sums if two passes differ
+    targets: Reading
+
+    @classmethod
+    def of(cls, data: Data) -> Described:
+        """Read the data, twice unless they are in memory."""
+        first = cls._pass(data)
+        if data.in_memory:
+            return first
+        second = cls._pass(data)
+        return cls(*(_steady(*pair) for pair in ((first.rows, second.rows), (first.targets, second.targets))))
+
+    @classmethod
+    def _pass(cls, data: Data) -> Described:
+        rows, targets = Reading(), Reading()
+        for batch in data.batches("reading"):
+            leaves = (leaf for _, leaf in placed(batch.inputs) if isinstance(leaf, Tensor))
+            rows.add((*leaves, batch.targets), batch.n_samples)
+            targets.add((batch.targets,), batch.n_samples)
+        return cls(rows, targets)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the numbers as JSON has them."""
+        plain = lambda each: None if each.sums is None else {"sums": each.sums.tolist(), "widths": list(each.widths)}
+        return {"count": self.rows.rows, "rows": plain(self.rows), "targets": plain(self.targets)}
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> Described:
+        """Return the numbers that ``to_plain`` wrote."""
+        parts = []
+        for given in (values["rows"], values["targets"]):
+            known = given or {"sums": None, "widths": None}
+            sums = None if known["sums"] is None else torch.tensor(known["sums"], dtype=torch.float64)
+            parts.append(Reading(values["count"], sums, None if sums is None else tuple(known["widths"])))
+        return cls(*parts)
+
+    def difference(self, stored: Described) -> str:
+        """Return in words how these data differ from stored ones; empty if they are the same as far as one can tell."""
+        if self.rows.rows != stored.rows.rows:
+            return f"{stored.rows.rows} data, and there are {self.rows.rows} now"
+        pairs = {"targets": (self.targets, stored.targets), "inputs": (self.rows, stored.rows)}
+        for name, (now, then) in pairs.items():
+            if now.sums is not None and then.sums is not None and (now.widths != then.widths or now.difference(then)):
+                return f"other {name}"
+        return ""
+
+
+def _steady(first: Reading, second: Reading) -> Reading:
+    """Return what two passes gave, without sums if these differ."""
+    return Reading(first.rows, None) if second.difference(first) else first
+
+
+def _refuse_other_call(folder: Path, recipe: Recipe, likelihood: Likelihood, data: Described) -> None:
     """Write what the folder is for, or raise if it is for something else."""
     tuner = type(recipe.update).__name__  # a function has no lasting representation
     call = {"recipe": f"{replace(recipe, update=None)!r}, {tuner}", "likelihood": repr(likelihood)}
     path = folder / "ensemble.json"
     if not path.exists():
-        write_atomically(path, [json.dumps(call, indent=1).encode()])
+        write_atomically(path, [json.dumps({**call, "data": data.to_plain()}, indent=1).encode()])
         return
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         differing = [name for name in call if stored[name] != call[name]]
+        difference = data.difference(Described.from_plain(stored["data"]))
     except (ValueError, KeyError, TypeError) as error:
         raise FileError(f"{path} is damaged ({error}). Delete it with the checkpoints beside it.") from error
     for name in differing:
@@ -105,3 +171,5 @@ def _refuse_other_call(folder: Path, recipe: Recipe, likelihood: Likelihood) -> 
             f"the folder {folder} has networks with the {name} {stored[name]}, and the {name} is {call[name]} now; "
             "expected the same. Choose another folder."
         )
+    if difference:
+        raise DataError(f"the folder {folder} has networks for {difference}; expected the same. Choose another folder.")

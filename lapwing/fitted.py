@@ -487,6 +487,11 @@ class Fitted(Reports):
     def _design(self, data: Iterable[Any], curvature: str, progress: bool | None) -> NetworkDesign:
         """Return the rows of the Jacobian over these data, times the root of the likelihood's curvature for "ggn"."""
         self._unchanged()
+        if not self.base.of_one_network:
+            raise UnsupportedError(
+                f"{self.method} has several networks, each with its own weights; expected a posterior of one network "
+                f"for {curvature}(). Fit one to each: lw.fit(model, data, ...)."
+            )
         batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=shows_progress(None))
         batches = batches if progress is None else replace(batches, progress=shows_progress(progress))
         network = self.network.shifted(None)

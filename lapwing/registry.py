@@ -52,6 +52,7 @@ LIKELIHOODS = {
     "heteroscedastic": HeteroscedasticGaussian,
 }  # fmt: skip
 WEIGHTS = {"all": AllWeights, "all_weights": AllWeights, "last_layer": LastLayer}
+BY_LAYERS = 2  # the tier of Kronecker methods
 RATE = 2e10  # multiplications in a second on a plain processor; a GPU does a hundred times as many
 
 
@@ -66,6 +67,10 @@ class Choice:
 @dataclass(frozen=True)
 class Auto:
     """The choice of a method by its cost: exact if affordable, else samples of the exact posterior, else Kronecker.
+
+    For classes, logits with a softmax or sigmoid, it is Kronecker at once: there exact posteriors cost a hundred times
+    as much and predict as well (docs/choosing.md has the figures). Single weights have no Kronecker structure and get
+    an exact posterior for classes too.
 
     Registered methods that offer themselves (``lapwing.methods.protocol.AutoCandidate``) are compared. Costs are
     counted and not measured, so that the same problem gets the same method on every machine. ``fit(...,
@@ -99,8 +104,9 @@ class Auto:
         FLAG.check("gpu", self.gpu)
 
     def choose(
-        self, weights: int, rows: int, single: bool = False, tuned: bool = False, workload: Workload | None = None
-    ) -> Choice:
+        self, weights: int, rows: int, single: bool = False, tuned: bool = False, workload: Workload | None = None,
+        classes: bool = False,
+    ) -> Choice:  # fmt: skip
         """Return the method for a problem of this size, with the reason.
 
         Args:
@@ -110,7 +116,10 @@ class Auto:
             tuned: Whether the prior precision is still to be learned, for which samples take several solves.
             workload: The network in numbers, from which eigendecompositions are counted; without it ``Kron`` is taken
                 without a count.
+            classes: Whether the outputs are logits of classes.
 
+        >>> Auto().choose(weights=500, rows=10_000, classes=True).why
+        'Kron: 500 weights, 10000 rows (data times outputs); for classes exact methods cost more and gain little'
         >>> type(Auto(memory=1e6).choose(weights=5_000, rows=10_000).method).__name__
         'Kron'
         """
@@ -120,8 +129,10 @@ class Auto:
         )
         offers = [kind.offer(budget) for kind in METHODS.values() if isinstance(kind, AutoCandidate)]
         size = f"{weights} weights, {rows} rows (data times outputs)"
-        rejected = ""
-        for offer in sorted((o for o in offers if o is not None), key=lambda o: (o.tier, o.work)):
+        known = sorted((o for o in offers if o is not None), key=lambda o: (o.tier, o.work))
+        by_layers = [offer for offer in known if offer.tier == BY_LAYERS]
+        rejected = "; for classes exact methods cost more and gain little" if classes and by_layers else ""
+        for offer in by_layers if rejected else known:
             name = type(offer.method).__name__
             if not offer.kind:
                 return Choice(offer.method, f"{name}: {size}{rejected}")

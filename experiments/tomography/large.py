@@ -43,7 +43,6 @@ class LargeSettings:
         samples: Images drawn from the posterior.
         tuning: The largest number of steps of the search for hyperparameters.
         memory: The byte budget, as ``lw.memory.limit`` takes it.
-        device: "cpu" or "cuda".
     """
 
     size: int = 501
@@ -58,7 +57,6 @@ class LargeSettings:
     samples: int = 256
     tuning: int = 200
     memory: str = "142GB"
-    device: str = "cuda"
 
     @property
     def skips(self) -> tuple[int, ...]:
@@ -77,9 +75,9 @@ def used_weights(unet: UNet) -> dict[str, str]:
     return {pattern: name for pattern, name in filter_blocks(unet).items() if name not in unused}
 
 
-def reconstructed(settings: LargeSettings, seed: int, say: Progress = silent) -> Result:
+def reconstructed(settings: LargeSettings, seed: int, say: Progress = silent, on: str = "cuda") -> Result:
     """Measure an image of ellipses, train the network from a random start, and draw from the exact posterior."""
-    watch, device = Stopwatch(say=say), torch.device(settings.device)
+    watch, device = Stopwatch(say=say), torch.device(on)
     truth = ellipses(settings.size, torch.Generator().manual_seed(seed)).to(device)
     with watch.part("ray transform"):
         operator = ray_transform(settings.geometry, torch.float32, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -133,32 +133,58 @@ def curve(scanner: Scanner, strategy: str, settings: DesignSettings, seed: int) 
     return scores, sorted(angles)
 
 
+@dataclass(frozen=True)
+class Scanned:
+    """The PSNR of one image at each number of angles, and the angles in the end, in degrees."""
+
+    psnrs: tuple[float, ...]
+    degrees: tuple[float, ...]
+
+    def to_scores(self, counts: Sequence[int]) -> dict[str, float]:
+        """Return the numbers by name, for a record."""
+        psnrs = {f"{count} angles": value for count, value in zip(counts, self.psnrs, strict=True)}
+        return {**psnrs, **{f"angle {i}": value for i, value in enumerate(self.degrees, start=1)}}
+
+    @classmethod
+    def from_scores(cls, scores: Mapping[str, float]) -> Scanned:
+        """Return the numbers that ``to_scores`` named."""
+        psnrs = tuple(value for name, value in scores.items() if name.endswith(" angles"))
+        return cls(psnrs, tuple(value for name, value in scores.items() if name.startswith("angle ")))
+
+
+def scanned(settings: DesignSettings, strategy: str, seed: int) -> Scanned:
+    """Return the curve of one strategy for the image of this seed."""
+    scanner = Scanner.of(rectangles(settings.size, torch.Generator().manual_seed(seed)), settings, seed)
+    scores, angles = curve(scanner, strategy, settings, seed)
+    return Scanned(tuple(scores), tuple(180.0 * angle / settings.candidates for angle in angles))
+
+
 def designed(settings: DesignSettings, seed: int, say: Progress = silent) -> Result:
     """Return the curves of all strategies over random images."""
-    start = time.perf_counter()
-    curves: dict[str, list[list[float]]] = {name: [] for name in STRATEGIES}
-    arrays: dict[str, list[float]] = {"angles": [float(count) for count in settings.counts]}
-    for i in range(settings.images):
-        truth = rectangles(settings.size, torch.Generator().manual_seed(seed + i))
-        scanner = Scanner.of(truth, settings, seed + i)
+    curves = {}
+    for image in range(settings.images):
         for name in STRATEGIES:
-            scores, angles = curve(scanner, name, settings, seed + i)
-            curves[name].append(scores)
-            if i == 0:
-                arrays[f"chosen/{name}"] = [180.0 * angle / settings.candidates for angle in angles]
-        say(f"angles of image {i}: " + ", ".join(f"{name} {curves[name][-1][-1]:.1f} dB" for name in STRATEGIES))
-    rows = []
-    for name, each in curves.items():
-        values = torch.tensor(each, dtype=torch.float64)
+            curves[name, image] = scanned(settings, name, seed + image)
+        ends = (f"{name} {curves[name, image].psnrs[-1]:.1f} dB" for name in STRATEGIES)
+        say(f"angles of image {image}: " + ", ".join(ends))
+    return summarised(curves, settings, seed)
+
+
+def summarised(curves: Mapping[tuple[str, int], Scanned], settings: DesignSettings, seed: int = 0) -> Result:
+    """Return means and standard errors of curves by strategy and image, and the angles of the first image."""
+    arrays: dict[str, list[float]] = {"angles": [float(count) for count in settings.counts]}
+    rows, images = [], sorted({image for _, image in curves})
+    for name in STRATEGIES:
+        values = torch.tensor([curves[name, image].psnrs for image in images], dtype=torch.float64)
         errors = values.std(0) / math.sqrt(len(values)) if len(values) > 1 else torch.zeros(values.shape[1])
         arrays[f"psnr/{name}"], arrays[f"error/{name}"] = values.mean(0).tolist(), errors.tolist()
+        arrays[f"chosen/{name}"] = list(curves[name, images[0]].degrees)
         means = {f"{count} angles": float(v) for count, v in zip(settings.counts, values.mean(0), strict=True)}
         rows.append(Row(name, {**means, "± at the end": float(errors[-1])}))
-    images = "one image" if settings.images == 1 else f"{settings.images} images"
-    notes = (f"PSNR in dB, mean over {images} of rectangles; ± is the standard error",)
+    counted = "one image" if len(images) == 1 else f"{len(images)} images"
+    notes = (f"PSNR in dB, mean over {counted} of rectangles; ± is the standard error",)
     described = {**plain(settings), "strategies": list(STRATEGIES)}
-    seconds = {"all": time.perf_counter() - start}
-    return Result("tomography, next angles", described, seed, tuple(rows), seconds, arrays, notes)
+    return Result("tomography, next angles", described, seed, tuple(rows), {}, arrays, notes)
 
 
 def quick(settings: DesignSettings) -> DesignSettings:

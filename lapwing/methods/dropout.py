@@ -114,6 +114,7 @@ class Masks:
     model: nn.Module  # a private copy in which masks replace the dropout layers
     count: int
     seed: int
+    of_one_network: ClassVar[bool] = True
 
     @classmethod
     def of(cls, network: Network, count: int, seed: int) -> Masks:

@@ -112,6 +112,7 @@ class Networks:
     output: Path = ()  # which of several outputs of each, see Network.output
     _replicas: tuple[Replica, ...] = field(init=False)
     together: ClassVar[bool] = False
+    of_one_network: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         vars(self)["_replicas"] = tuple(Replica(model, (), can_be_copied(model), self.output) for model in self.models)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapwing.core.data import Data
 from lapwing.core.inputs import check_finite
-from lapwing.core.memory import runs
+from lapwing.core.memory import refuse_beyond, runs
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import derived_generator, normal
 from lapwing.core.settings import POSITIVE, require, require_integer
@@ -49,7 +49,8 @@ class VariationalLastLayer:
 
     Raises:
         UnsupportedError: If a setting is not such a number; in ``fit``, for other weights than those of a last layer
-            that is one linear map and makes the outputs, or a g-prior.
+            that is one linear map and makes the outputs, a g-prior, or features of all data that take more than four
+            times the byte budget.
         NumericalError: In ``fit``, if the bound is not finite, or the search did not converge.
 
     Cost: one pass over the data, and for likelihoods other than Gaussian some hundred products of all features with
@@ -90,7 +91,7 @@ class VariationalLastLayer:
             raise UnsupportedError(
                 "a g-prior follows the curvature, which VariationalLastLayer() does not have; use isotropic()."
             )
-        rows, statistics = Rows.read(problem, data)
+        rows, statistics = Rows.read(problem, data, self.samples)
         problem = problem.with_residual_noise(statistics).with_known_prior()
         bound = Bound.of(rows, problem, statistics)
         if problem.likelihood.noise_variance is not None:
@@ -137,16 +138,26 @@ class Rows:
     y: Tensor
 
     @classmethod
-    def read(cls, problem: Problem, data: Data) -> tuple[Rows, Statistics]:
-        """Return the features, and the loss of the network itself, by one pass over the data."""
+    def read(cls, problem: Problem, data: Data, samples: int) -> tuple[Rows, Statistics]:
+        """Return the features, and the loss of the network itself, by one pass over the data.
+
+        Raise once the features so far, with ``samples`` draws of every output, take too much memory.
+        """
         network, likelihood = problem.network, problem.likelihood
         run, weights = checked_features(network), _matrix(network, network.theta().double())
-        features, targets, outputs = [], [], []
+        features, targets, outputs, count = [], [], [], 0
+        draws = 1 if likelihood.noise_variance is not None else samples
         for batch in data.batches("features"):
             sample_count(network, batch)
             a = network.in_runs(batch.inputs, run)
             f = a @ weights.mT
             check_finite(f, "outputs of the network")
+            count += len(a)
+            refuse_beyond(
+                16 * count * (a.shape[1] + draws * f.shape[-1]), network.device,
+                f"VariationalLastLayer() with the features of {count} data",
+                "Use fewer data, or Kron() with weights=lw.last_layer",
+            )  # fmt: skip
             y = likelihood.targets(f, batch.targets)
             features.append(a)
             outputs.append(f)

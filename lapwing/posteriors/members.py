@@ -35,6 +35,11 @@ class Members(Protocol):
         """Whether all inputs of a call must run together: members that draw numbers for them would draw others."""
         ...
 
+    @property
+    def of_one_network(self) -> bool:
+        """Whether all members have the weights of one network."""
+        ...
+
     def refuse_changed(self) -> None:
         """Raise ``ModelError`` if a network has other weights than at the fit."""
         ...
@@ -59,6 +64,10 @@ class MembersPosterior(Posterior):
 
     def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
         return spread(outputs.of(self._outputs(x)), joint)
+
+    @property
+    def of_one_network(self) -> bool:
+        return self.members.of_one_network
 
     def plain(self) -> PointPosterior:
         return PointPosterior(self.problem, self.statistics, self.theta)

@@ -54,6 +54,11 @@ class Posterior(Protocol):
         return self
 
     @property
+    def of_one_network(self) -> bool:
+        """Whether it belongs to ``problem.network`` alone, and not to several networks."""
+        return True
+
+    @property
     def findings(self) -> tuple[str, ...]:
         """Remarks on the posterior itself, in words; those of its tuner are in the trace."""
         return ()

@@ -26,8 +26,8 @@ from lapwing.problem import Problem, Statistics
 class NetworksPosterior(Posterior):
     """Posteriors of several networks with a share each: y ~ Σ share · predictive of each network.
 
-    ``functions`` has the mean and covariance of the mixture. It has no evidence and no weight samples: those belong to
-    the weights of one network.
+    ``functions`` has the mean and covariance of the mixture. It has no evidence, no weight samples, no Jacobian and no
+    GGN: those belong to the weights of one network.
     """
 
     mixture: MixturePosterior
@@ -57,6 +57,10 @@ class NetworksPosterior(Posterior):
     def statistics(self) -> Statistics:
         """Loss and counts of the data, of the first network."""
         return self.mixture.statistics
+
+    @property
+    def of_one_network(self) -> bool:
+        return False
 
     @property
     def findings(self) -> tuple[str, ...]:

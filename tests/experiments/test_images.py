@@ -15,7 +15,10 @@ from lapwing.demo.result import Result
 from lapwing.demo.training import Recipe
 from lapwing.errors import DataError
 
-METHODS = ("plain", "temperature", "last layer, validation", "Kron, evidence", "VaLLA, alpha 1", "FMGP")
+METHODS = (
+    "plain", "temperature", "last layer, validation", "Kron, evidence", "Kron, corrected evidence", "VaLLA, alpha 1",
+    "FMGP",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(folder: Path) -> images.ImageTable:
     return images.ImageTable(
         folder, recipe=Recipe((12,), "tanh", 3, 10**9, 32, 3e-3, 1e-4), methods=METHODS, inducing=10, steps=6,
-        validation=40, seeds=1,
+        validation=40, seeds=1, corrected=30,
     )  # fmt: skip
 
 

@@ -49,6 +49,28 @@ def test_the_defaults(weights: int, rows: int, expected: Any) -> None:
     assert lw.Auto().choose(weights, rows).method == expected
 
 
+@pytest.mark.parametrize(("weights", "rows"), [(500, 10_000), (2_000, 40), (100_000, 5_000), (10_000_000, 100)])
+def test_classes_get_kronecker_factors_at_once(weights: int, rows: int) -> None:
+    """As the page on methods advises; single weights have none, and are exact as for other targets."""
+    choice = lw.Auto().choose(weights, rows, classes=True)
+    assert choice.method == lw.Kron()
+    assert choice.why.endswith("for classes exact methods cost more and gain little")
+    single = (lw.Auto().choose(weights, rows, single=True, classes=classes) for classes in (True, False))
+    assert len(set(single)) == 1
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "expected"),
+    [(lw.Gaussian(), "Full"), (lw.Poisson(), "Full"), (lw.Categorical(), "Kron"), (lw.Bernoulli(), "Kron")],
+)
+def test_the_likelihood_says_whether_there_are_classes(likelihood: Any, expected: str) -> None:
+    torch.manual_seed(7)
+    x = torch.randn(30, 4)
+    y = torch.randint(0, 2, (30,)) if isinstance(likelihood, lw.Categorical) else torch.randint(0, 2, (30, 2)).float()
+    posterior = lw.fit(nn.Linear(4, 2), [(x, y)], likelihood, method="auto", prior=1.0)
+    assert posterior.method == expected
+
+
 def test_the_number_of_samples_is_passed_on() -> None:
     assert lw.Auto(num_samples=7).choose(100_000, 5_000).method == lw.Sampled(num_samples=7, memory=4 * GIB)
     assert lw.Auto(num_samples=2000).choose(100_000, 5_000).method == lw.Kron()  # they cost time as well
@@ -211,7 +233,7 @@ def wide() -> tuple[nn.Module, Tensor, Tensor]:
 def sampled(memory: float) -> lw.Fitted:
     """Without a limit where it is infinite; few samples, at a precision that takes a large basis."""
     model, x, y = wide()
-    method = lw.Sampled() if math.isinf(memory) else lw.Auto(memory=memory, seconds=1e4, num_samples=16)
+    method = lw.Sampled() if math.isinf(memory) else lw.Sampled(num_samples=16, memory=memory)
     return lw.fit(model, [(x, y)], "classification", method=method, prior=1e-3)
 
 
@@ -228,7 +250,6 @@ def test_samples_keep_to_the_memory(more: float, has_factors: bool) -> None:
     """Basis and kept factors as they are after a solve and the evidence, beside the vectors that a solve works with."""
     memory = NEEDS + more
     posterior, x = sampled(memory), wide()[1]
-    assert f"in at most {memory / GIB:.2g} GiB" in posterior.why
     cov = posterior.functions(x).cov
     posterior.log_evidence()
     ridge = posterior.posterior.solver.ridge
@@ -278,14 +299,14 @@ def test_some_of_the_weights_are_counted_alone() -> None:
     fit = lambda weights: lw.fit(
         case.build(), problems.batches(case), "classification", method="auto", weights=weights, prior=1.0
     )
-    assert fit(None).why.startswith("KernelSpace: 83 weights, 18 rows")
-    assert fit(lw.last_layer).why.startswith("Full: 18 weights, 18 rows")
+    assert fit(None).why.startswith("Kron: 83 weights, 18 rows")
+    assert fit(lw.last_layer).why.startswith("Kron: 18 weights, 18 rows")
 
 
 def test_every_token_is_a_datum() -> None:
     case = BY_NAME["token_level"]
     posterior = lw.fit(case.build(), problems.batches(case), "classification", method="auto", prior=1.0)
-    assert posterior.why.startswith("Full: 123 weights, 72 rows")  # six inputs, four tokens, three classes
+    assert posterior.why.startswith("Kron: 123 weights, 72 rows")  # six inputs, four tokens, three classes
 
 
 def test_ignored_data_are_counted() -> None:
@@ -297,9 +318,12 @@ def test_ignored_data_are_counted() -> None:
         torch.arange(20) % 5,
     )
     y[::2] = -100
-    posterior = lw.fit(model, [(x, y)], "classification", method="auto", prior=1.0)
-    assert posterior.why.startswith("KernelSpace: 905 weights, 100 rows")
-    given = lw.fit(model, [(x, y)], "classification", method=lw.KernelSpace(), prior=1.0)
+    some = lw.subnetwork(torch.arange(0, 905, 2))
+    posterior, given = (
+        lw.fit(model, [(x, y)], "classification", method=method, weights=some, prior=1.0)
+        for method in ("auto", lw.KernelSpace())
+    )
+    assert posterior.why.startswith("KernelSpace: 453 weights, 100 rows")
     assert torch.equal(posterior.log_evidence(), given.log_evidence())
 
 
@@ -313,7 +337,7 @@ def test_ignored_tokens_are_counted() -> None:
         batches.append((torch.randint(0, 7, (3, tokens)), y))
     posterior = lw.fit(model, batches, "classification", method="auto", prior=1.0)
     # Three inputs of four tokens and three of six, with five classes.
-    assert posterior.why.startswith("KernelSpace: 485 weights, 150 rows")
+    assert posterior.why.startswith("Kron: 485 weights, 150 rows")
 
 
 def test_nothing_but_ignored_data_is_refused() -> None:

@@ -185,8 +185,10 @@ def test_a_prediction_of_many_outputs_is_drawn() -> None:
 def test_the_recommended_method_is_the_one_that_auto_takes(limits: lw.Auto, size: int, data: int) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(size, 12), nn.Tanh(), nn.Linear(12, 2)), torch.randn(data, size)
-    posterior = lw.fit(model, [(x, torch.randint(0, 2, (data,)))], "classification", method=limits)
-    report = lw.check(model, x[:20], data=data, auto=limits)
+    posterior = lw.fit(model, [(x, torch.randn(data, 2))], "regression", method=limits)
+    report = lw.check(model, x[:20], likelihood="regression", data=data, auto=limits)
+    classes = lw.check(model, x[:20], data=data, auto=limits).recommended
+    assert classes.why.endswith("for classes exact methods cost more and gain little")
     assert (type(report.recommended.method).__name__, report.recommended.why) == (posterior.method, posterior.why)
     assert str(report).endswith(f"Recommended: {posterior.why}")
 

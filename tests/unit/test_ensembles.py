@@ -123,7 +123,7 @@ def test_an_interrupted_ensemble_goes_on_to_the_same_end(tmp_path: Path) -> None
     settings: dict[str, Any] = {"members": 3, "recipe": recipe()}
     whole = lw.train_ensemble(net(0.3), loader(), "classification", **settings)
     with pytest.raises(KeyboardInterrupt):
-        lw.train_ensemble(net(0.3), Interrupted(11), "classification", folder=tmp_path, **settings)
+        lw.train_ensemble(net(0.3), Interrupted(13), "classification", folder=tmp_path, **settings)
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["ensemble.json", "member0.lapwing", "member1.lapwing"]  # the second is not finished
     rest = lw.train_ensemble(net(0.3), loader(), "classification", folder=tmp_path, **settings)
@@ -152,9 +152,34 @@ def test_what_is_refused(tmp_path: Path) -> None:
     weighted = lw.Categorical(class_weights=torch.tensor([1.0, 2.0, 3.0]))
     with pytest.raises(lw.errors.DataError, match="networks with the likelihood Categorical"):
         lw.train_ensemble(net(), loader(), weighted, folder=tmp_path, members=1, recipe=recipe(epochs=1))
+    for data, difference in (
+        ([(X[:-1], LABELS[:-1])], "14 data, and there are 13 now"), ([(X, LABELS.flip(0))], "other inputs"),
+        ([(X, (LABELS + 1) % CLASSES)], "other targets"), ([(2 * X, LABELS)], "other inputs"),
+    ):  # fmt: skip
+        with pytest.raises(lw.errors.DataError, match=f"networks for {difference}; expected the same"):
+            lw.train_ensemble(net(), data, "classification", folder=tmp_path, members=1, recipe=recipe(epochs=1))
     (tmp_path / "ensemble.json").write_text("[]")
     with pytest.raises(lw.errors.FileError, match="damaged"):
         run(folder=tmp_path, members=1, recipe=recipe(epochs=1))
+
+
+def test_data_in_another_order_and_augmented_data_go_on(tmp_path: Path) -> None:
+    """Inputs that every reading changes cannot be compared, their targets can."""
+
+    class Augmented:
+        def __iter__(self) -> Iterator[Any]:
+            return iter([(X + 0.1 * torch.randn(X.shape, dtype=D), LABELS)])
+
+    settings: dict[str, Any] = {"members": 1, "recipe": recipe(epochs=1)}
+    run = lambda name, data: lw.train_ensemble(net(), data, "classification", folder=tmp_path / name, **settings)
+    for name, first, again in (
+        ("ordered", loader(), [(X.flip(0), LABELS.flip(0))]), ("augmented", Augmented(), [(3 * X, LABELS)]),
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (member,) = run(name, first)
+        assert torch.equal(weights(run(name, again)[0]), weights(member))  # which is finished
+    with pytest.raises(lw.errors.DataError, match="networks for other targets"):
+        run("augmented", [(X, (LABELS + 1) % CLASSES)])
 
 
 def test_frozen_weights_are_kept_in_every_member() -> None:

@@ -203,3 +203,14 @@ def test_what_it_does_not_have(tmp_path: Path) -> None:
         "A mixture of the posteriors of 3 networks; the prior and noise shown are those of the first."
         in found.summary()
     )
+
+
+@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize("method", [lw.baselines.MixtureOfLaplace, lw.baselines.Ensemble])
+def test_several_networks_have_no_jacobian(method: Any, validated: bool) -> None:
+    first, *others = nets()
+    options: dict[str, Any] = {"validation": [(NEW, LABELS[:5])]} if validated else {"prior": 2.0}
+    posterior = lw.fit(first, DATA["classification"], "classification", method=method(others), **options)
+    for name in ("jacobian", "ggn"):
+        with pytest.raises(lw.errors.UnsupportedError, match=rf"several networks.*one network for {name}\(\)"):
+            getattr(posterior, name)(DATA["classification"])

@@ -298,3 +298,19 @@ def test_features_that_are_not_finite() -> None:
         model[-1].weight[0, 0] = float("nan")
     with pytest.raises(lw.LapwingError, match="finite"):
         fitted(model, "classification", LABELS)
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "classification"])
+def test_features_beyond_the_byte_budget_are_refused(likelihood: str) -> None:
+    """16 bytes for each number: features with a one for the bias, and draws of every output unless in closed form."""
+    classes = likelihood == "classification"
+    outputs, draws = (3, 64) if classes else (OUTPUTS, 1)
+    most = 2**20 // (16 * (UNITS + 1 + draws * outputs))  # data that four times a quarter of a MiB are enough for
+    x = torch.zeros(most + 1, INPUTS, dtype=D)
+    y = torch.zeros(len(x), dtype=torch.long) if classes else torch.zeros(len(x), outputs, dtype=D)
+    given = lw.Categorical() if classes else lw.Gaussian(noise_std=0.5)
+    fit = lambda n: fitted(net(outputs), given, y[:n], 2.0, x[:n], samples=64)
+    with lw.memory.limited(2**18):
+        assert fit(most).functions(NEW).variance.shape == (6, outputs)
+        with pytest.raises(lw.errors.UnsupportedError, match=f"features of {most + 1} data takes .* GiB at once.*Kron"):
+            fit(most + 1)
