@@ -12,6 +12,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "cifar": "experiments.cifar:Cifar",
     "cnn": "experiments.vision.cnn:Convolutional",
     "costs": "experiments.costs:Costs",
+    "drift": "experiments.vision.drift:Drift",
     "evidence": "experiments.vision.evidence:Evidence",
     "fashion": "experiments.fashion:Fashion",
     "flights": "experiments.flights:Flights",
