@@ -1,4 +1,4 @@
-"""The evidence in training: precisions of layers, of ReLU networks, which can move scale between layers, and of tanh."""
+"""The evidence in training: precisions of layers, of ReLU networks, which can move scale between them, and of tanh."""
 
 from __future__ import annotations
 
