@@ -169,7 +169,8 @@ def run(settings: Inducing, progress: Progress = silent) -> Result:
     comparison = Comparison(task, held_out)
     progress(f"networks and exact posteriors: {time.perf_counter() - start:.0f} s")
     exact_nll = held_out.nll(held_out.task.full)
-    rows = [Row("exact", comparison.scores(task.exact, exact_nll, 0.0, task.seconds), "Full")]
+    exact = {**comparison.scores(task.exact, exact_nll, 0.0, task.seconds), "γ": task.gamma}
+    rows = [Row("exact", exact, "Full")]
     rows += _nystrom(comparison, settings)
     published, published_rows = _published(comparison, held_out, settings, progress)
     rows += published_rows + _ours(comparison, settings)
@@ -252,7 +253,7 @@ def _other_networks(x: Tensor, y: Tensor, settings: Inducing, progress: Progress
     for name, make in networks.items():
         comparison = Comparison(Task.of(make(), x, y, settings.margin, settings.grid))
         for count in dict.fromkeys((settings.points, max(settings.sizes))):
-            scores = comparison.scored(lw.VaLLA(count), settings.seed)
+            scores = {**comparison.scored(lw.VaLLA(count), settings.seed), "γ": comparison.task.gamma}
             rows.append(Row(f"{name}, VaLLA({count})", scores, "other networks"))
         notes.append(f"{name}: γ {comparison.task.gamma:.1f}")
         progress(f"other networks: {name}")

@@ -88,6 +88,7 @@ def run(settings: Targets, progress: Progress = silent) -> Result:
             for label, fitted in _fits(task, settings).items():
                 variance = task.variance(fitted)
                 scores = {"KL": divergence(task.exact, variance), **_on_new_points(fitted, *new, settings.gap)}
+                scores |= {"γ": task.gamma} if fitted is task.full else {}
                 rows.append(Row(label, scores, group))
                 drawn[f"{label}/std"] = variance.sqrt()
             arrays |= {f"{group}/{key}": array.detach().reshape(-1).tolist() for key, array in drawn.items()}

@@ -24,6 +24,7 @@ from lapwing.errors import LapwingError
 
 RESULTS = Path("docs/results")  # of the numbers in the docs
 FORMS = ("quick", "full")
+IN_FILES = Path(__file__).parents[1] / "forms"  # NAME/FORM.toml: further forms
 
 
 def main(given: Sequence[str], others: Mapping[str, str]) -> int:
@@ -163,14 +164,18 @@ def _list(given: Sequence[str], others: Mapping[str, str]) -> int:
     widths = [max(map(len, column)) for column in zip(["", *FORMS, ""], *lines)]
     for line in (["", *FORMS, ""], *lines):
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+    for path in sorted(IN_FILES.glob("*/*.toml")):
+        if path.parent.name in EXPERIMENTS:
+            state = _state(experiment_class(path.parent.name), path.stem, arguments, path)
+            print(f"{path.relative_to(IN_FILES.parent.parent)}: {state}")
     return 0
 
 
-def _state(cls: type[Experiment], form: str, arguments: argparse.Namespace) -> str:
+def _state(cls: type[Experiment], form: str, arguments: argparse.Namespace, config: Path | None = None) -> str:
     """Return how many units a form has, and how many are stored, are of other code or settings, or failed."""
     try:
         options = argparse.Namespace(
-            name=cls.name, form=form, config=None, set=[], seed=None, device=None, data_dir=arguments.data_dir
+            name=cls.name, form=form, config=config, set=[], seed=None, device=None, data_dir=arguments.data_dir
         )
         experiment = settings_of(options)
         keys = experiment.units()

@@ -13,6 +13,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "cnn": "experiments.vision.cnn:Convolutional",
     "costs": "experiments.costs:Costs",
     "decisions": "experiments.decisions:Decisions",
+    "drift": "experiments.vision.drift:Drift",
     "evidence": "experiments.vision.evidence:Evidence",
     "fashion": "experiments.fashion:Fashion",
     "flights": "experiments.flights:Flights",

@@ -21,6 +21,10 @@ OPTIONS = {  # of each kind of region
     "result": ("scores", "groups", "methods", "baseline", "digits", "means", "ranks", "pivot"),
     "value": ("baseline",),
 }
+PIVOTS: dict[str, Callable[[list[list[str]]], list[list[str]]]] = {  # of a table of one score
+    "yes": lambda lines: lines,  # a column for each method
+    "groups": lambda lines: [list(line) for line in zip(*lines)],  # a column for each group
+}
 FACTS = ("hardware", "python", "torch", "lapwing", "command", "seconds", "peak", "units")
 
 
@@ -90,10 +94,11 @@ def table(mark: Mark, stored: Stored) -> str:
     rows |= means(summary) if options.get("means") == "yes" else {}
     rows |= ranks(summary) if options.get("ranks") == "yes" else {}
     summary = Summary(summary.columns, rows)
-    if options.get("pivot") == "yes":
-        if len(summary.columns) != 1:
-            raise LapwingError(f"{mark.text} has {len(summary.columns)} scores; expected one with pivot=yes.")
-        return as_markdown(pivoted(summary, summary.columns[0], form))
+    if "pivot" in options:
+        if len(summary.columns) != 1 or options["pivot"] not in PIVOTS:
+            expected = f"one score with pivot={' or pivot='.join(PIVOTS)}"
+            raise LapwingError(f"{mark.text} has {len(summary.columns)} scores; expected {expected}.")
+        return as_markdown(PIVOTS[options["pivot"]](pivoted(summary, summary.columns[0], form)))
     return as_markdown(grid(summary, form))
 
 

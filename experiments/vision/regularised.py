@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +98,7 @@ class Regularised:
             for method, fitted in within(trainings, limit, progress, unit):
                 outcome, seconds = fitted.answer, fitted.seconds
                 for suffix, predict in outcome.predicts.items():
-                    scores = scores_of(in_parts(predict, x), y)
+                    scores = {**scores_of(in_parts(predict, x), y), **outcome.chosen}
                     progress(f"{unit}, {method}{suffix}: NLL {scores['NLL']:.4f}, {outcome.note}, {seconds:.1f} s")
                     yield Record(f"{name}, {network}", method + suffix, int(seed), scores, seconds, fitted.peak)
 
@@ -110,10 +111,22 @@ class Regularised:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Predictions of a training, by the end of their names, and a note about the precisions."""
+    """Predictions of a training, by the end of their names, and the precisions of the layers, or the one of all."""
 
     predicts: dict[str, Predict]
-    note: str
+    precisions: tuple[float, ...]
+
+    @property
+    def chosen(self) -> dict[str, float]:
+        """The geometric mean of the precisions, and where there are several the least and the largest, as scores."""
+        mean = math.exp(sum(map(math.log, self.precisions)) / len(self.precisions))
+        several = {"least precision": min(self.precisions), "largest precision": max(self.precisions)}
+        return {"precision": mean, **(several if len(self.precisions) > 1 else {})}
+
+    @property
+    def note(self) -> str:
+        """All precisions, in the order of the layers."""
+        return "precisions " + ", ".join(f"{value:.3g}" for value in self.precisions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +150,7 @@ class Run:
         best = precisions[nll.index(min(nll))]
         final = self._made()
         self._train([final], (best,), 0)
-        return Outcome({"": softmax_of(final)}, f"precision {best:g}")
+        return Outcome({"": softmax_of(final)}, (best,))
 
     def by_evidence(self, prior: str) -> Outcome:
         """Train once, with the evidence choosing the precisions."""
@@ -148,9 +161,9 @@ class Run:
         )  # fmt: skip
         data = Shuffled(*self.images.standard_train(), settings.batch_size)
         trained = lw.train(self._made(), data, PROBIT, recipe=recipe, progress=False)
-        precisions = ", ".join(f"{value:.3g}" for value in trained.posterior.prior.values.reshape(-1).tolist())
+        precisions = tuple(trained.posterior.prior.values.reshape(-1).tolist())
         predicts = {"": softmax_of(trained.model), ", posterior": probabilities_of(trained.posterior)}
-        return Outcome(predicts, f"precisions {precisions}")
+        return Outcome(predicts, precisions)
 
     def _made(self) -> nn.Module:
         """Return the untrained network, the same for the same seed."""

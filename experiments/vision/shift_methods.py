@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import lapwing as lw
+from experiments.options import chosen
 from experiments.vision.predictions import Predict, average_of, best_temperature, in_parts, probabilities_of, softmax_of
 from experiments.vision.shift_task import Task
 from lapwing.demo.training import Batches, batches
@@ -26,7 +27,8 @@ class Effort:
 
     ``data`` training images stand for all in posteriors of all weights, ``few`` in that by samples and in those of
     subnetworks, which are chosen by one batch. A network of more than ``large`` weights gets no Kronecker posterior and
-    no SWAG: the predictions of the one and the training of the other take too long.
+    no SWAG: the predictions of the one and the training of the other take too long. ``methods`` names those that are
+    run; if it is empty, all that make sense for the network are.
     """
 
     data: int = 10_000
@@ -39,6 +41,7 @@ class Effort:
     steps_between: int = 20
     precisions: tuple[float, ...] = tuple(10 ** (k / 2) for k in range(11))
     for_samples: tuple[float, ...] = (1e2, 1e3, 1e4, 1e5)
+    methods: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +75,7 @@ class Methods:
         for size in self.effort.sizes:
             if size < n_weights:
                 methods[f"subnetwork of {size}"] = partial(self._subnetwork, size)
-        return methods
+        return {name: methods[name] for name in chosen(self.effort.methods or None, tuple(methods), "methods")}
 
     @property
     def _validation(self) -> Batches:
@@ -123,5 +126,5 @@ class Methods:
     def _subnetwork(self, size: int) -> Predict:
         """Fit the exact posterior of the weights that the outputs depend on most, at one batch of images."""
         data, _ = self.task.some(self.effort.batch_size, self.effort.batch_size)
-        chosen = lw.subnetworks.by_gradient(self.task.model, data, "classification", size, progress=False)
-        return self._laplace(lw.Full(), chosen, few=True)
+        subnetwork = lw.subnetworks.by_gradient(self.task.model, data, "classification", size, progress=False)
+        return self._laplace(lw.Full(), subnetwork, few=True)

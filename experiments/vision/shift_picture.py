@@ -11,7 +11,7 @@ from lapwing.demo.figures import new_figure, save
 
 COLOURS = (
     "#d55e00", "#e69f00", "#009e73", "#0072b2", "#56b4e9", "#cc79a7", "#333333", "#999999", "#882255", "#44aa99",
-    "#117733", "#aa4499",
+    "#117733", "#aa4499", "#ddcc77", "#6f4e37", "#332288",
 )  # fmt: skip
 
 

@@ -161,6 +161,7 @@ SHIFTS: dict[str, Callable[[ImageSet, Tensor, tuple[float, ...], int], Shifts]] 
 
 NETWORKS: dict[str, Small | Large | Given] = {
     "rotated-mnist": Small("mnist"),
+    "rotated-mnist-small": Small("mnist", channels=(8, 16), hidden=32, epochs=4, batch_size=100),  # for a processor
     "resnet18": Large(),
     "resnet20": Given(20),
     "resnet56": Given(56),

@@ -89,3 +89,17 @@ def test_parts_are_joined(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--join", "a/toy_quick.json", "b/toy_quick.json", "--out", "c"]) == 0
     assert capsys.readouterr().out == "4 units\nc/toy_quick.json\n"
     assert len(load(Path("c/toy_quick.json")).units) == 4
+
+
+def test_the_list_has_the_forms_in_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    form = tmp_path / "experiments" / "forms" / "toy" / "small.toml"
+    form.parent.mkdir(parents=True)
+    form.write_text('sets = ["wine"]\n', encoding="utf-8")
+    monkeypatch.setattr("experiments.engine.command.IN_FILES", form.parents[1])
+    assert main(["toy", "--config", str(form), "--out", "results", "--set", "repeats=1"]) == 0
+    capsys.readouterr()
+    assert main(["--list", "--out", "results"]) == 0
+    units = len(Toy.quick().units()) // len(Toy.quick().sets)
+    assert f"experiments/forms/toy/small.toml: 1 of {units} stored" in capsys.readouterr().out

@@ -72,6 +72,10 @@ def test_values(mark: str, text: str) -> None:
             "scores=NLL pivot=yes ranks=yes digits=1 methods=plain",
             ["|  | plain |", "| wine | 1.5 ± 0.5 |", "| mean rank | 1.0 |"],
         ),
+        (
+            'scores=NLL methods="plain,last layer" pivot=groups digits=1',
+            ["|  | wine |", "| plain | 1.5 ± 0.5 |", "| last layer | 1.5 ± 1.0 |"],
+        ),
     ],
 )
 def test_tables(options: str, rows: list[str]) -> None:
@@ -92,6 +96,7 @@ def test_tables(options: str, rows: list[str]) -> None:
         ("<!-- result: toy/full colour=red --><!-- /result -->", "options of scores="),
         ("<!-- result: toy/full methods=Kron --><!-- /result -->", "'Kron' is not in the table"),
         ("<!-- result: toy/full pivot=yes --><!-- /result -->", "has 2 scores; expected one"),
+        ("<!-- result: toy/full scores=NLL pivot=no --><!-- /result -->", "expected one score with pivot=yes or"),
     ],
 )
 def test_mistakes_are_named(text: str, message: str) -> None:

@@ -15,7 +15,7 @@ from experiments.vision.shift import Shift
 from experiments.vision.shift_methods import Effort
 from experiments.vision.shift_picture import COLOURS, picture
 from experiments.vision.shift_task import Large, Small, network_named, prepared
-from lapwing.errors import DataError
+from lapwing.errors import DataError, LapwingError
 from tests.pixels import drawn, inked, share
 
 TINY = replace(
@@ -63,6 +63,15 @@ def test_images_of_a_step_are_the_same_for_all_networks() -> None:
         for kind, x in kinds.items():
             assert torch.equal(x, tasks[1].shifts[step][kind])
     assert torch.equal(tasks[0].y, tasks[1].y)
+
+
+def test_only_the_methods_that_are_named() -> None:
+    named = replace(TINY, effort=replace(TINY.effort, methods=("temperature", "plain")))
+    records = named.measure("small/0", silent)
+    assert list(dict.fromkeys(record.method for record in records)) == ["temperature", "plain"]
+    unknown = replace(TINY, effort=replace(TINY.effort, methods=("magic",)))
+    with pytest.raises(LapwingError, match="methods: unknown magic; expected some of plain"):
+        list(unknown.measure("small/0", silent))
 
 
 def test_units_and_unknown_networks() -> None:
