@@ -20,7 +20,7 @@ from lapwing.core.weights import Weighted as Weighted
 from lapwing.core.weights import weighted as weighted
 from lapwing.errors import DataError
 
-__all__ = ["OneSample", "Part", "SampleSet", "unpacked"]
+__all__ = ["OneSample", "Part", "SampleSet", "Weighted", "unpacked", "weighted"]
 
 
 class SampleSet(ABC):
