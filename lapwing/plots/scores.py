@@ -148,6 +148,13 @@ def ranking(evaluations: Any, *, ax: Any = None) -> Any:
 
     Returns:
         The axis.
+
+    >>> import torch, lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
+    >>> ax = lw.plots.ranking(lw.evaluate({"one": posterior}, [(x, x)], resamples=20))
+    >>> [label.get_text() for label in ax.get_yticklabels()].count("one")
+    1
     """
     rows = evaluations.rows[::-1]
     ax = new_axis(ax, (4.6, 1.1 + 0.3 * len(rows)))
