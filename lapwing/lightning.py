@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 try:
     from lightning.pytorch import Callback
 except ImportError:
@@ -16,7 +18,6 @@ except ImportError:
 
 from lapwing.api import fit
 from lapwing.core.settings import FLAG
-from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.registry import named
@@ -27,7 +28,8 @@ __all__ = ["LaplaceCallback"]
 class LaplaceCallback(Callback):  # type: ignore[misc]
     """A callback that fits a posterior to the module at the end of training, with the data of the Trainer.
 
-    It is fitted to the weights at the end. For the best checkpoint, load it and call ``lw.fit`` after training.
+    It is fitted to the weights at the end. For the best checkpoint, load it and call ``lw.fit`` after training. Several
+    processes (the strategy "ddp") fit together, each with its part of the data, and all get the same posterior.
 
     Args:
         likelihood: As for ``lw.fit``.
@@ -39,7 +41,7 @@ class LaplaceCallback(Callback):  # type: ignore[misc]
         posterior: The fitted posterior, of a copy of the module in evaluation mode; None before the end of training.
 
     Raises:
-        UnsupportedError: If the likelihood has no such name; at the start of training, if there are several processes.
+        UnsupportedError: If the likelihood has no such name.
 
     >>> callback = LaplaceCallback("classification", method="diagonal")
     >>> callback.posterior is None
@@ -55,12 +57,7 @@ class LaplaceCallback(Callback):  # type: ignore[misc]
         self.posterior: Fitted | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse training in several processes before it starts."""
-        if trainer.world_size > 1:
-            raise UnsupportedError(
-                f"LaplaceCallback in a Trainer of {trainer.world_size} processes; expected one. After training, call "
-                "lw.fit(module, loader, likelihood, process_group=torch.distributed.group.WORLD)."
-            )
+        """Forget the posterior of an earlier training."""
         self.posterior = None
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -69,4 +66,6 @@ class LaplaceCallback(Callback):  # type: ignore[misc]
         held_out = trainer.val_dataloaders if self.calibrate else None
         if held_out and "validation" not in settings and "tuner" not in settings:
             settings["validation"] = held_out[0] if isinstance(held_out, list | tuple) else held_out
+        if trainer.world_size > 1:
+            settings.setdefault("process_group", torch.distributed.group.WORLD)
         self.posterior = fit(trainer, None, self.likelihood, **settings)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +154,38 @@ def test_callback_refuses_before_the_training() -> None:
     with pytest.raises(UnsupportedError, match="classification"):
         LaplaceCallback("clasification")
 
-    class Several:
-        world_size = 4
 
-    with pytest.raises(UnsupportedError, match="4 processes"):
-        LaplaceCallback("regression").on_fit_start(Several(), None)
+PROCESSES = """
+import warnings
+import lightning, torch
+from tests.integrations.test_lightning import HELD_OUT, X, Y, Module
+import lapwing as lw
+from lapwing.lightning import LaplaceCallback
+from torch.utils.data import DataLoader, TensorDataset
+
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+module, callback = Module(), LaplaceCallback("classification")
+trainer = lightning.Trainer(
+    max_epochs=1, strategy="ddp", devices=2, accelerator="cpu", callbacks=[callback], logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+train = DataLoader(TensorDataset(X[:149], Y[:149]), 32, shuffle=True)  # an odd number: one process repeats a row
+trainer.fit(module, train, HELD_OUT)
+alone = lw.fit(module, (X[:149], Y[:149]), "classification", validation=HELD_OUT)
+difference = (callback.posterior.predict(X).probs - alone.predict(X).probs).abs().max()
+print(f"process {trainer.global_rank}: {'same' if difference < 1e-3 else float(difference)}\\n", end="", flush=True)
+"""
+
+
+def test_two_processes_fit_the_posterior_of_one(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROCESSES, encoding="utf-8")
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, str(script)], env=settings, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert {"process 0: same", "process 1: same"} <= set(run.stdout.splitlines()), run.stdout[-2000:]
 
 
 def test_trainer_before_training_is_refused() -> None:
