@@ -39,6 +39,8 @@ class SharedAxes(nn.Module):
 class DenseForm(nn.Module):
     """aᵀ S_cd a for features a (..., D) and every pair of outputs c, d."""
 
+    covariance: Tensor
+
     def __init__(self, covariance: Tensor) -> None:
         super().__init__()
         self.sizes = covariance.shape[1:]
