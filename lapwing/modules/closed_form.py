@@ -42,6 +42,9 @@ class ClosedForm(nn.Module):
         returns: "logits", "probs" or "moments".
     """
 
+    shift: Tensor | None
+    weights: Tensor
+
     def __init__(
         self,
         model: nn.Module,
@@ -101,7 +104,8 @@ class ClosedForm(nn.Module):
 
     def _classes(self, mean: Tensor, covs: list[Tensor]) -> Any:
         each = [CLASS_LINKS[c.likelihood.link](*_scaled(c, mean, covs)) for c in self.components]
-        log_probs = torch.logsumexp(torch.stack(each, -1) + self.weights.log(), -1)
+        log_weights: Tensor = torch.log(self.weights)
+        log_probs = torch.logsumexp(torch.stack(each, -1) + log_weights, -1)
         if self.returns == "logits":
             return log_probs
         return log_probs.exp() if self.returns == "probs" else (log_probs.exp(), self._variance(covs))

@@ -21,6 +21,10 @@ COPIES = 4  # float64 copies of the covariance of weights that the search for th
 class SharedAxes(nn.Module):
     """U diag(W (Vᵀa)²) Uᵀ for features a (..., D): the form of Kron, EKron and Diagonal."""
 
+    outputs: Tensor
+    inputs: Tensor
+    weights: Tensor
+
     def __init__(self, outputs: Tensor, inputs: Tensor, weights: Tensor) -> None:
         super().__init__()
         self.register_buffer("outputs", outputs)  # U, (C, C)
@@ -28,12 +32,14 @@ class SharedAxes(nn.Module):
         self.register_buffer("weights", weights)  # W, (C, D)
 
     def forward(self, a: Tensor) -> Tensor:
-        scale = (a @ self.inputs).square() @ self.weights.mT  # type: ignore[operator, union-attr]
-        return (self.outputs * scale.unsqueeze(-2)) @ self.outputs.mT  # type: ignore[operator, union-attr]
+        scale = (a @ self.inputs).square() @ self.weights.mT
+        return (self.outputs * scale.unsqueeze(-2)) @ self.outputs.mT
 
 
 class DenseForm(nn.Module):
     """aᵀ S_cd a for features a (..., D) and every pair of outputs c, d."""
+
+    covariance: Tensor
 
     def __init__(self, covariance: Tensor) -> None:
         super().__init__()
@@ -58,7 +64,7 @@ def quadratic_form(posterior: Any, network: Network) -> nn.Module:
     d_out, d_in = block.d_out, block.d_in
     what = f"the covariance of {block.size} weights"
     refuse_beyond(COPIES * 8 * block.size**2, network.device, what, "Export a posterior over fewer weights")
-    options = {"dtype": network.dtype, "device": network.device}
+    options: Any = {"dtype": network.dtype, "device": network.device}
     a = torch.eye(d_in, **options)[None, :, None]  # one sample for each feature
     g = torch.eye(d_out, **options)[None, :, None, None].expand(1, d_out, d_in, 1, d_out)
     jacobian = LayerJacobians(
