@@ -39,7 +39,8 @@ def test_every_form_gives_the_same_weights(source):
 def test_joined_batches_keep_their_weights():
     data = Data(lw.samples.weighted([(X[:2], Y[:2], W[:2]), (X[2:], Y[2:], W[2:])]), CPU)
     (batch,) = merged(data.batches("", weighted=True), 6)
-    assert torch.equal(batch.weights, W.double()) and torch.equal(batch.weights_of(slice(1, 3)), W[1:3].double())
+    assert torch.equal(batch.weights, W.double())
+    assert torch.equal(batch.weights_of(slice(1, 3)), W[1:3].double())
 
 
 def test_a_pass_that_does_not_take_weights_refuses_them():
@@ -63,11 +64,12 @@ def test_weights_that_change_between_passes_are_noticed():
             return iter([(X, lw.samples.Weighted(Y, W + self.passes))])
 
     data = Data(Changing(), CPU)
-    assert not data.repeats() and data.weighted
+    assert not data.repeats()
+    assert data.weighted
 
 
 @pytest.mark.parametrize(
-    "weights, seen",
+    ("weights", "seen"),
     [
         (W[:5], "for 6 samples"),
         (W[:, None], "for 6 samples"),
@@ -83,15 +85,15 @@ def test_other_weights_are_refused(weights, seen):
 
 
 def test_batches_without_weights_are_refused():
-    with pytest.raises(DataError, match="expected .inputs, targets, weights."):
+    with pytest.raises(DataError, match=r"expected .inputs, targets, weights."):
         weights_of(lw.samples.weighted([(X, Y)]))
     with pytest.raises(DataError, match="has no weights under 'weights'"):
         weights_of(lw.samples.weighted([{"x": X, "y": Y}]))
     with pytest.raises(DataError, match="one-shot iterator"):
         lw.samples.weighted(iter([(X, Y, W)]))
-    with pytest.raises(DataError, match="Wrap it in a DataLoader"):
+    with pytest.raises(DataError, match=r"Wrap it in a DataLoader"):
         lw.samples.weighted(TensorDataset(X, Y, W))
-    with pytest.raises(DataError, match="lw.samples.weighted"):
+    with pytest.raises(DataError, match=r"lw.samples.weighted"):
         weights_of([(X, Y, W)])
 
 

@@ -59,7 +59,8 @@ def test_gradient_of_ignored_and_weightless_labels_is_zero():
     f = drawn(0, B, C)
     y = torch.tensor([0, -100, 1, 2, 0])
     gradient = lw.Categorical(class_weights=(0.0, 1.0, 2.0, 1.0)).gradient(f, y)
-    assert bool((gradient[[0, 1, 4]] == 0).all()) and bool((gradient[[2, 3]] != 0).all())
+    assert bool((gradient[[0, 1, 4]] == 0).all())
+    assert bool((gradient[[2, 3]] != 0).all())
 
 
 def test_gradient_of_binary_labels_has_the_root_of_the_weight():
@@ -141,7 +142,7 @@ def test_segmentation_takes_probabilities_of_every_pixel():
 
 
 @pytest.mark.parametrize(
-    "y, seen",
+    ("y", "seen"),
     [
         (torch.full((B, C), 0.5), "a row with the sum 2"),
         (torch.tensor([1.5, -0.5, 0.0, 0.0]).expand(B, C), "an entry -0.5"),
@@ -167,5 +168,5 @@ def test_smoothing_out_of_range_is_refused(label_smoothing):
 
 
 def test_methods_that_learn_by_the_predictive_refuse_smoothing():
-    with pytest.raises(UnsupportedError, match="label_smoothing of Categorical is 0.1"):
+    with pytest.raises(UnsupportedError, match=r"label_smoothing of Categorical is 0\.1"):
         lw.Categorical(label_smoothing=0.1).check_prediction()

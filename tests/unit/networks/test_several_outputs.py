@@ -108,7 +108,7 @@ def test_members_of_an_ensemble_take_the_same_head():
 
 
 @pytest.mark.parametrize(
-    "output, message",
+    ("output", "message"),
     [
         ("smal", "expected one of 'logits', 'heads'"),
         (("heads", 2), "expected one of 0, 1"),
