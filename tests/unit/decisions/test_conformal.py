@@ -26,11 +26,11 @@ def test_sets_cover_labels_at_the_level(score: str) -> None:
     assert_within(torch.tensor(shares, dtype=D), torch.tensor(LEVEL, dtype=D), 4)
 
 
-@pytest.mark.parametrize("score", ["scaled", "constant"])
-def test_intervals_cover_numbers_at_the_level(score: str) -> None:
+def test_intervals_cover_numbers_at_the_level() -> None:
+    """Those of constant width are in the test of groups."""
     shares, draws = [], generator(2)
     for _ in range(DRAWS):
-        intervals = regressor().conformal([numbers(COUNT, draws)], LEVEL, score=score)
+        intervals = regressor().conformal([numbers(COUNT, draws)], LEVEL)
         shares.append(intervals.coverage([numbers(60, draws)]).share)
     assert_within(torch.tensor(shares, dtype=D), torch.tensor(LEVEL, dtype=D), 4)
 

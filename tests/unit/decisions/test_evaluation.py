@@ -60,18 +60,18 @@ def test_scores_of_numbers_are_those_of_the_metrics() -> None:
 
 
 def test_intervals_are_those_of_the_bootstrap() -> None:
-    """Of the same resampled inputs; quantiles of 2000 draws differ by a few hundredths of the width."""
+    """Of the same resampled inputs; quantiles of 1000 draws have errors of some hundredths of the width."""
     x, y = classes(100, generator(3))
-    evaluation = classifier().evaluate([(x, y)], resamples=2000)
+    evaluation = classifier().evaluate([(x, y)], resamples=1000)
     probs, plain = classifier().predict(x).probs, classifier().network.model(x).softmax(1).detach()
-    own = metrics.bootstrap(metrics.brier, probs, y, resamples=2000)
-    gap = metrics.bootstrap(lambda p, q, y: metrics.brier(p, y) - metrics.brier(q, y), probs, plain, y, resamples=2000)
+    own = metrics.bootstrap(metrics.brier, probs, y, resamples=1000)
+    gap = metrics.bootstrap(lambda p, q, y: metrics.brier(p, y) - metrics.brier(q, y), probs, plain, y, resamples=1000)
     row = evaluation["brier"]
     for found, expected in ((row.posterior, own), (row.difference, gap)):
         width = expected.high - expected.low
         assert found.value == pytest.approx(expected.value, rel=1e-6)
-        assert abs(found.low - expected.low) < 0.1 * width
-        assert abs(found.high - expected.high) < 0.1 * width
+        assert abs(found.low - expected.low) < 0.15 * width
+        assert abs(found.high - expected.high) < 0.15 * width
         assert found.std == pytest.approx(expected.std, rel=0.1)
 
 
