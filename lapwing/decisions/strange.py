@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lapwing.core.inputs import Inputs
 from lapwing.core.settings import PROBABILITY, one_of
+from lapwing.core.streams import has_places
 from lapwing.decisions.collecting import input_batches, refuse_tokens
 from lapwing.errors import DataError
 
@@ -67,7 +68,10 @@ def detector_of(
     PROBABILITY.check("rate", rate)
     by = ("entropy" if posterior.likelihood.has_logits else "variance") if by is None else by
     one_of(SCORES).check("by", by)
-    scores = scores_of(posterior, calibration, by, target_key, progress).sort().values
+    places = posterior.network.input_places
+    one_pair = isinstance(calibration, tuple) and not (places and has_places(calibration, places))
+    given = [calibration] if one_pair else calibration  # (inputs, targets) is one batch, as for fit
+    scores = scores_of(posterior, given, by, target_key, progress).sort().values
     if (len(scores) + 1) * rate < 1:
         raise DataError(
             f"{len(scores)} calibration data; expected at least {math.ceil(1 / Fraction(repr(float(rate)))) - 1} for "
