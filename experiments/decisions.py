@@ -41,7 +41,7 @@ class Decisions:
         "digits", "cancer", "mnist", "fashion_mnist", "waves, noise", "diabetes", *WIDE,
         *(f"{name}, noise" for name in WIDE), "energy, thin", "kin8nm, thin", "power, thin",
     )  # fmt: skip
-    tables: tuple[str, ...] = ("energy", "kin8nm")  # of active learning
+    tables: tuple[str, ...] = ("energy", "kin8nm", "digits")  # of active learning
     seeds: int = 2
     active_seeds: int = 10
     draws: int = 1000
