@@ -43,7 +43,7 @@ class Decisions:
     )  # fmt: skip
     tables: tuple[str, ...] = ("energy", "kin8nm", "digits")  # of active learning
     seeds: int = 2
-    active_seeds: int = 10
+    active_seeds: int = 10  # the digits were run with eight
     draws: int = 1000
     calibration: int = 500  # rows, or half of the pool
     level: float = 0.9
