@@ -25,7 +25,8 @@ def learned(name: str, folder: Path | None, rounds: int, chosen: int, seed: int)
     """
     x, y = rows_of(name, folder, seed)
     pool = min(POOL, len(x) // 2)
-    x, y = (x - x[:pool].mean(0)) / x[:pool].std(0).clamp_min(1e-6), (y - y[:pool].mean()) / y[:pool].std()
+    x = (x - x[:pool].mean(0)) / x[:pool].std(0).clamp_min(1e-2)
+    y = (y - y[:pool].mean()) / y[:pool].std() if y.is_floating_point() else y
     rest = (x[pool : pool + 2000], y[pool : pool + 2000])
     return {rule: _rounds(rule, (x[:pool], y[:pool]), rest, rounds, chosen, seed) for rule in RULES}
 
@@ -36,16 +37,19 @@ def _rounds(rule: str, pool: Rows, test: Rows, rounds: int, chosen: int, seed: i
     labelled = torch.arange(START)
     errors: list[float] = []
     nlls: list[float] = []
+    numbers = y.is_floating_point()
     for number in range(rounds + 1):
-        model = trained(x[labelled], y[labelled], 1, RECIPE, seed)
-        posterior = lw.fit(model, [(x[labelled], y[labelled])], "regression")
+        model = trained(x[labelled], y[labelled], 1 if numbers else int(y.max()) + 1, RECIPE, seed)
+        posterior = lw.fit(model, [(x[labelled], y[labelled])], "regression" if numbers else "classification")
         predictive = posterior.predict([test[0]])
-        errors.append(metrics.rmse(predictive.mean, test[1]))
+        error = metrics.rmse(predictive.mean, test[1]) if numbers else 1 - metrics.accuracy(predictive.probs, test[1])
+        errors.append(error)
         nlls.append(float(-predictive.log_prob(test[1]).mean()))
         if number < rounds:
             labelled = torch.cat([labelled, _next(rule, posterior, x, labelled, chosen, generator)])
-    last = {"RMSE": errors[-1], "NLL": nlls[-1]}
-    return {**last, "mean RMSE": sum(errors[1:]) / rounds, "mean NLL": sum(nlls[1:]) / rounds}
+    name = "RMSE" if numbers else "error rate"
+    last = {name: errors[-1], "NLL": nlls[-1]}
+    return {**last, f"mean {name}": sum(errors[1:]) / rounds, "mean NLL": sum(nlls[1:]) / rounds}
 
 
 def _next(

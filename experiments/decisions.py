@@ -41,9 +41,9 @@ class Decisions:
         "digits", "cancer", "mnist", "fashion_mnist", "waves, noise", "diabetes", *WIDE,
         *(f"{name}, noise" for name in WIDE), "energy, thin", "kin8nm, thin", "power, thin",
     )  # fmt: skip
-    tables: tuple[str, ...] = ("energy", "kin8nm")  # of active learning
+    tables: tuple[str, ...] = ("energy", "kin8nm", "digits")  # of active learning
     seeds: int = 2
-    active_seeds: int = 10
+    active_seeds: int = 10  # the digits were run with eight
     draws: int = 1000
     calibration: int = 500  # rows, or half of the pool
     level: float = 0.9
