@@ -48,6 +48,7 @@ class FixupBottleneck(nn.Module):
         self.short: nn.Module = nn.Identity()
         if stride > 1 or inputs != WIDER * width:
             self.short = nn.Conv2d(inputs, WIDER * width, 1, stride, bias=False)
+            nn.init.kaiming_normal_(self.short.weight, mode="fan_out", nonlinearity="relu")
         for conv, taps in ((self.conv1, 1), (self.conv2, 9)):
             nn.init.normal_(conv.weight, std=(2 / (taps * width)) ** 0.5 * depth**-0.25)
         nn.init.zeros_(self.conv3.weight)
@@ -81,6 +82,7 @@ class BottleneckNet(nn.Module):
                 inputs = WIDER * width * 2**stage
         self.stages, self.head = nn.Sequential(*stages), nn.Linear(inputs, 10)
         if not block.normed:
+            nn.init.kaiming_normal_(self.stem[0].weight, mode="fan_out", nonlinearity="relu")
             nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
