@@ -73,7 +73,8 @@ class BottleneckNet(nn.Module):
     def __init__(self, block: Block, channels: int, width: int, blocks: tuple[int, ...]) -> None:
         super().__init__()
         norm = [nn.BatchNorm2d(width)] if block.normed else []
-        self.stem = nn.Sequential(nn.Conv2d(channels, width, 3, 1, 1, bias=not norm), *norm, nn.ReLU())
+        first = nn.Conv2d(channels, width, 3, 1, 1, bias=not norm)
+        self.stem = nn.Sequential(first, *norm, nn.ReLU())
         stages, inputs = list[nn.Module](), width
         for stage, count in enumerate(blocks):
             for number in range(count):
@@ -82,7 +83,7 @@ class BottleneckNet(nn.Module):
                 inputs = WIDER * width * 2**stage
         self.stages, self.head = nn.Sequential(*stages), nn.Linear(inputs, 10)
         if not block.normed:
-            nn.init.kaiming_normal_(self.stem[0].weight, mode="fan_out", nonlinearity="relu")
+            nn.init.kaiming_normal_(first.weight, mode="fan_out", nonlinearity="relu")
             nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
