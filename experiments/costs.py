@@ -23,7 +23,7 @@ from experiments.engine.contract import Record
 from experiments.engine.store import Stored
 from experiments.options import Progress, chosen
 from experiments.uci import read_split
-from lapwing.demo.training import Recipe, batches, epoch_seconds, optimise, trained
+from lapwing.demo.training import Recipe, batches, optimise, trained
 from lapwing.errors import LapwingError
 
 TABLE = Recipe(hidden=(50, 50), epochs=100, max_steps=4000)
@@ -179,14 +179,14 @@ class Costs:
     """Settings: tasks and methods. A method that refuses a task, or is not practical for it, has no row there.
 
     Scores are those of ``lw.fit`` as it comes and, under names with "validated" with validation data. Times are
-    processor seconds of one thread, so that other work does not matter; "fit / epoch" are in units of a plain epoch,
-    "predict / forward" in units of a forward pass over the test rows. The peak is measured in the first repetition,
-    and the slow methods (``ONCE``) run in that one alone.
+    processor seconds of one thread, so that other work does not matter; "predict / forward" are in units of a forward
+    pass over the test rows. The peak is measured in the first repetition, and the slow methods (``ONCE``) run in that
+    one alone.
     """
 
     name: ClassVar[str] = "costs"
     title: ClassVar[str] = "cost against quality: every method, its time, memory and scores, on three tasks"
-    columns: ClassVar[tuple[str, ...]] = ("NLL", "validated NLL", "fit / epoch", "predict / forward", "peak MB")
+    columns: ClassVar[tuple[str, ...]] = ("NLL", "validated NLL", "fit s", "predict / forward", "peak MB")
 
     data_dir: Path | None = None
     tasks: tuple[str, ...] = ("energy", "noisy digits", "Fashion-MNIST")
@@ -237,12 +237,12 @@ def measured(task: Trained, fit: Callable[..., lw.Fitted], method: str, unit: st
     """Return the record of one method."""
     group, _, repeat = unit.rpartition("/")
     x, y = (part[:test] for part in task.split.test)
-    epoch, forward = epoch_seconds(task.model, task.data), _seconds(lambda: _forward(task.model, x))[0]
+    forward, _ = _seconds(lambda: _forward(task.model, x))
     seconds, posterior = _seconds(fit)
     taken, scores = _seconds(lambda: scored(posterior, x, y))
     validated = scored(fit(validation=batches(*task.split.validation, BATCH)), x, y)
     scores |= {f"validated {name}": value for name, value in validated.items()}
-    scores |= {"fit s": seconds, "fit / epoch": seconds / epoch, "predict / forward": taken / forward}
+    scores |= {"fit s": seconds, "predict / forward": taken / forward}
     most = peak(lambda: scored(fit(), x, y)) if first else None
     scores |= {} if most is None else {"peak MB": most / 2**20}
     return Record(group, method, int(repeat), scores, seconds, most)

@@ -17,19 +17,23 @@ Point = tuple[str, float, float]  # name, cost, NLL
 
 
 def draw(records: Iterable[Record], path: Path) -> None:
-    """Draw the NLL of every method against the epochs of its fit and against its peak of memory."""
-    given = list(records)
+    """Draw the NLL of every method against the seconds of its fit and its peak of memory, with the first seed.
+
+    Slow methods have no other, and networks of several seeds differ by more than methods.
+    """
+    every = list(records)
+    given = [record for record in every if record.repeat == min(each.repeat for each in every)]
     groups = list(dict.fromkeys(record.group for record in given))
     figure, axes = new_figure(2, len(groups), (4.6 * len(groups), 8.2))
     points = []
     for column, group in enumerate(groups):
         rows = [record for record in given if record.group == group]
         axes[0][column].set_title(group, fontsize=11)
-        points.append(_points(axes[0][column], rows, lambda record: record.scores["fit / epoch"]))
+        points.append(_points(axes[0][column], rows, lambda record: record.scores["fit s"]))
         points.append(
             _points(axes[1][column], rows, lambda record: None if record.peak is None else record.peak / 2**20)
         )
-        axes[0][column].set(xlabel="fit, in epochs of plain training", ylabel="NLL with validation data")
+        axes[0][column].set(xlabel="fit, in processor seconds", ylabel="NLL with validation data")
         axes[1][column].set(xlabel="peak of memory in MB", ylabel="NLL with validation data")
     figure.canvas.draw()  # labels are placed by where points are
     for axis, drawn in zip(axes.T.flat, points, strict=True):

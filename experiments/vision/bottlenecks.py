@@ -48,6 +48,7 @@ class FixupBottleneck(nn.Module):
         self.short: nn.Module = nn.Identity()
         if stride > 1 or inputs != WIDER * width:
             self.short = nn.Conv2d(inputs, WIDER * width, 1, stride, bias=False)
+            nn.init.kaiming_normal_(self.short.weight, mode="fan_out", nonlinearity="relu")
         for conv, taps in ((self.conv1, 1), (self.conv2, 9)):
             nn.init.normal_(conv.weight, std=(2 / (taps * width)) ** 0.5 * depth**-0.25)
         nn.init.zeros_(self.conv3.weight)
@@ -72,7 +73,8 @@ class BottleneckNet(nn.Module):
     def __init__(self, block: Block, channels: int, width: int, blocks: tuple[int, ...]) -> None:
         super().__init__()
         norm = [nn.BatchNorm2d(width)] if block.normed else []
-        self.stem = nn.Sequential(nn.Conv2d(channels, width, 3, 1, 1, bias=not norm), *norm, nn.ReLU())
+        first = nn.Conv2d(channels, width, 3, 1, 1, bias=not norm)
+        self.stem = nn.Sequential(first, *norm, nn.ReLU())
         stages, inputs = list[nn.Module](), width
         for stage, count in enumerate(blocks):
             for number in range(count):
@@ -81,6 +83,7 @@ class BottleneckNet(nn.Module):
                 inputs = WIDER * width * 2**stage
         self.stages, self.head = nn.Sequential(*stages), nn.Linear(inputs, 10)
         if not block.normed:
+            nn.init.kaiming_normal_(first.weight, mode="fan_out", nonlinearity="relu")
             nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
