@@ -68,7 +68,7 @@ class Choice:
 class Auto:
     """The choice of a method by its cost: exact if affordable, else samples of the exact posterior, else Kronecker.
 
-    For classes, logits with a softmax or sigmoid, it is Kronecker at once: there exact posteriors cost a hundred times
+    For classes, logits with a softmax or sigmoid, it is Kronecker at once: there exact posteriors cost tens of times
     as much and predict as well (docs/choosing.md has the figures). Single weights have no Kronecker structure and get
     an exact posterior for classes too.
 
