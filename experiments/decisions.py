@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from experiments.active import learned
 from experiments.decision_tasks import CLASSES, Simulated, simulated
 from experiments.engine.contract import Record
 from experiments.options import Progress
@@ -27,23 +26,21 @@ WIDE = ("kin8nm", "power", "concrete", "energy", "wine", "protein")
 class Decisions:
     """Settings: which data sets, how many draws of calibration data, and how networks are trained.
 
-    A unit is one data set with one seed, such as "guarantees/kin8nm/0", or "active/kin8nm/0". The predictive is
-    computed once for a pool of rows that neither the network nor the posterior has seen. Coverage and false alarms: the
-    pool is split into ``calibration`` rows and all others, ``draws`` times. Risks: the pool is the distribution, from
-    which calibration rows are drawn with replacement, so that the true risk of a rule is known.
+    A unit is one data set with one seed, such as "guarantees/kin8nm/0". The predictive is computed once for a pool of
+    rows that neither the network nor the posterior has seen. Coverage and false alarms: the pool is split into
+    ``calibration`` rows and all others, ``draws`` times. Risks: the pool is the distribution, from which calibration
+    rows are drawn with replacement, so that the true risk of a rule is known.
     """
 
     name: ClassVar[str] = "decisions"
-    title: ClassVar[str] = "guarantees of conformal sets, abstaining and false alarms, and active learning"
-    choosing: ClassVar[tuple[str, ...]] = ("sets", "tables", "seeds", "active_seeds")
+    title: ClassVar[str] = "guarantees of conformal sets, abstaining and false alarms, by simulation"
+    choosing: ClassVar[tuple[str, ...]] = ("sets", "seeds")
     data_dir: Path | None = None
     sets: tuple[str, ...] = (
         "digits", "cancer", "mnist", "fashion_mnist", "waves, noise", "diabetes", *WIDE,
         *(f"{name}, noise" for name in WIDE), "energy, thin", "kin8nm, thin", "power, thin",
     )  # fmt: skip
-    tables: tuple[str, ...] = ("energy", "kin8nm", "digits")  # of active learning
     seeds: int = 2
-    active_seeds: int = 10  # the digits were run with eight
     draws: int = 1000
     calibration: int = 500  # rows, or half of the pool
     level: float = 0.9
@@ -51,44 +48,34 @@ class Decisions:
     wrong: float = 0.1  # share of the pool whose errors are above the tolerance, for numbers
     rate: float = 0.05
     rows: int = 1000  # to train on at most
-    rounds: int = 8  # of active learning
-    chosen: int = 10  # rows in each round
     recipe: Recipe = Recipe(hidden=(50,), epochs=60)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.draws < 2 or self.calibration < 20 or self.seeds < 1 or self.rounds < 1:
+        if self.draws < 2 or self.calibration < 20 or self.seeds < 1:
             raise LapwingError(
-                f"draws {self.draws}, calibration {self.calibration}, seeds {self.seeds} and rounds {self.rounds}; "
-                "expected at least 2, 20, 1 and 1."
+                f"draws {self.draws}, calibration {self.calibration} and seeds {self.seeds}; expected at least 2, 20 "
+                "and 1."
             )
 
     @classmethod
     def quick(cls) -> Decisions:
-        """Return two data sets that need no folder, and one run of active learning."""
-        return cls(
-            sets=("digits", "waves, noise"), tables=("waves",), seeds=1, active_seeds=1, draws=200, rounds=2,
-            recipe=Recipe(hidden=(50,), epochs=20),
-        )  # fmt: skip
+        """Return two data sets that need no folder."""
+        return cls(sets=("digits", "waves, noise"), seeds=1, draws=200, recipe=Recipe(hidden=(50,), epochs=20))
 
     @classmethod
     def full(cls) -> Decisions:
-        """Return all data sets with two seeds, and active learning with ten."""
+        """Return all data sets with two seeds."""
         return cls()
 
     def units(self) -> tuple[str, ...]:
-        """Return the keys, by the seed; active learning has more of them, since its differences are small."""
-        guarantees = tuple(f"guarantees/{name}/{seed}" for seed in range(self.seeds) for name in self.sets)
-        return guarantees + tuple(f"active/{name}/{seed}" for seed in range(self.active_seeds) for name in self.tables)
+        """Return the keys, one seed of all data sets after another."""
+        return tuple(f"guarantees/{name}/{seed}" for seed in range(self.seeds) for name in self.sets)
 
     def measure(self, unit: str, progress: Progress) -> Iterable[Record]:
-        """Train a network and simulate all decisions on one data set, or learn actively."""
-        kind, name, seed = unit.split("/")
-        number = self.seed + int(seed)
-        if kind == "active":
-            scores = learned(name, self.data_dir, self.rounds, self.chosen, number)
-            return [Record(f"{name}, active", method, int(seed), each) for method, each in scores.items()]
-        task = simulated(name, self.data_dir, self.rows, self.recipe, number)
+        """Train a network and simulate all decisions on one data set."""
+        _, name, seed = unit.split("/")
+        task = simulated(name, self.data_dir, self.rows, self.recipe, self.seed + int(seed))
         return [
             Record(name, method, int(seed), scores)
             for method, scores in (*self._conformal(task, name), *self._abstain(task), *self._ood(task))

@@ -8,6 +8,7 @@ from experiments.engine.contract import Experiment
 from lapwing.errors import LapwingError
 
 EXPERIMENTS: dict[str, str] = {  # name -> the module and class
+    "active": "experiments.active:Active",
     "calibration": "experiments.calibration_jobs:Calibration",
     "cifar": "experiments.cifar:Cifar",
     "cnn": "experiments.vision.cnn:Convolutional",

@@ -1,4 +1,4 @@
-"""Simulations of the guarantees and active learning, in a tiny form that needs no data folder."""
+"""Simulations of the guarantees, in a tiny form that needs no data folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import active
 from experiments.decision_tasks import simulated
 from experiments.decisions import Decisions
 from experiments.options import silent
@@ -16,15 +15,13 @@ from lapwing.demo.training import Recipe
 from lapwing.errors import LapwingError
 
 TINY = Decisions(
-    sets=("waves", "waves, thin", "cancer"), tables=("waves",), seeds=1, active_seeds=1, draws=60, calibration=60,
-    rows=120, rounds=1, chosen=3, recipe=Recipe(hidden=(5,), epochs=4),
+    sets=("waves", "waves, thin", "cancer"), seeds=1, draws=60, calibration=60, rows=120,
+    recipe=Recipe(hidden=(5,), epochs=4),
 )  # fmt: skip
 
 
 def test_units_are_those_of_the_settings() -> None:
-    assert TINY.units() == (
-        "guarantees/waves/0", "guarantees/waves, thin/0", "guarantees/cancer/0", "active/waves/0",
-    )  # fmt: skip
+    assert TINY.units() == ("guarantees/waves/0", "guarantees/waves, thin/0", "guarantees/cancer/0")
     sets = {unit.split("/")[1].split(",")[0] for unit in Decisions.full().units() if unit.startswith("guarantees")}
     assert len(sets) >= 6
 
@@ -41,13 +38,6 @@ def test_guarantees_hold_over_draws(name: str) -> None:
         if method.startswith("ood"):
             assert each["false alarms"] <= TINY.rate + 4 * each["error"]
     assert scores["abstain"]["violations"] <= 0.05 + 4 * (0.05 * 0.95 / TINY.draws) ** 0.5
-
-
-def test_active_learning_scores_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active, "RECIPE", replace(active.RECIPE, epochs=5))
-    scores = {record.method: record.scores for record in TINY.measure("active/waves/0", silent)}
-    assert tuple(scores) == active.RULES
-    assert all(each["mean RMSE"] == pytest.approx(each["RMSE"]) for each in scores.values())  # one round
 
 
 def test_a_thin_table_leaves_out_training_rows_only() -> None:
