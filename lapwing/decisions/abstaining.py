@@ -123,8 +123,8 @@ def abstention_of(
         best = min(tests, key=lambda test: test.bound)
         raise DataError(
             f"no threshold bounds the risk by {risk:g} with probability {confidence:g}, given {len(doubt)} calibration "
-            f"data; the smallest bound is {best.bound:.3g}, where {100 * best.share:.3g} % are answered. Ask for that "
-            f"risk, or give more data: {needed(risk, confidence)} without an error would do."
+            f"data; the smallest bound is {_rounded_up(best.bound):g}, where {100 * best.share:.3g} % are answered. "
+            f"Ask for that risk, or give more data: {needed(risk, confidence)} without an error would do."
         )
     best = max(passed, key=lambda test: test.threshold)
     return Abstention(
@@ -206,3 +206,8 @@ def at_most(errors: int, count: int, probability: float) -> float:
 def needed(risk: float, confidence: float) -> int:
     """Return how many answered data without an error bound the risk."""
     return math.ceil(math.log((1 - confidence) / THRESHOLDS) / math.log1p(-risk))
+
+
+def _rounded_up(bound: float) -> float:
+    """Return the bound with four decimals, not below it, so that asking for it succeeds."""
+    return math.ceil(1e4 * bound) / 1e4

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lapwing.core.inputs import Inputs
-from lapwing.core.random import uniform
 from lapwing.core.settings import PROBABILITY, Rule, integer, one_of
 from lapwing.decisions.collecting import Labelled, rows_of
 from lapwing.errors import DataError, UnsupportedError
@@ -138,22 +137,18 @@ class ConformalSets(Calibrated):
             x: As for ``Fitted.predict``.
             groups: The group number of each input, (B,), if the calibration was given numbers and no function.
         """
-        return self._sets(self.posterior.predict(x), x, groups, self._shares(1))
+        return self._sets(self.posterior.predict(x), x, groups)
 
-    def _sets(self, predictive: Any, x: Inputs, groups: Any, generator: torch.Generator) -> PredictionSets:
+    def _sets(self, predictive: Any, x: Inputs, groups: Any) -> PredictionSets:
         probs = predictive.class_probs
-        scores = class_scores(self.score, probs, generator)
+        scores = class_scores(self.score, probs, row_shares(probs, self.seed))
         return PredictionSets(scores <= self.limits(x, len(probs), groups).to(scores))
-
-    def _shares(self, number: int) -> torch.Generator:
-        return torch.Generator().manual_seed(2 * self.seed + number)
 
     def coverage(self, data: Iterable[Any], *, target_key: str | None = None, progress: bool | None = None) -> Coverage:
         """Return how often the sets hold the label on other data with targets, and their mean size."""
-        generator = self._shares(1)
 
         def inside(predictive: Any, batch: Labelled) -> Tensor:
-            sets = self._sets(predictive, batch.inputs, None, generator)
+            sets = self._sets(predictive, batch.inputs, None)
             y = batch.targets.reshape(len(sets.members), 1).long().clamp_min(0).to(sets.members.device)
             return torch.cat([sets.members.gather(1, y), sets.size.unsqueeze(1)], 1)
 
@@ -219,14 +214,15 @@ def conformal_of(
     PROBABILITY.check("level", level)
     integer(0).check("seed", seed)
     GROUPS.check("groups", groups)
-    generator, members = torch.Generator().manual_seed(2 * seed), []
+    members: list[Tensor] = []
 
     def number(predictive: Any, batch: Labelled) -> Tensor:
         chosen = _chosen(predictive, score)
         if callable(groups):
             members.append(torch.tensor(group_numbers(groups(batch.inputs), len(batch.targets)), dtype=torch.float64))
         if chosen in ("adaptive", "threshold"):
-            each = class_scores(chosen, predictive.class_probs, generator).double()
+            probs = predictive.class_probs
+            each = class_scores(chosen, probs, row_shares(probs, seed)).double()
             y = batch.targets.reshape(len(each), 1).long().masked_fill(~batch.known.reshape(len(each), 1), 0)
             rows = each.gather(1, y.to(each.device))
         else:
@@ -300,15 +296,33 @@ def conformal_rank(count: int, level: float) -> int:
     return math.ceil((count + 1) * Fraction(repr(float(level))))
 
 
-def class_scores(score: str, probs: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the score of every class, (B, C): the larger, the stranger it would be as a label."""
+def class_scores(score: str, probs: Tensor, shares: Tensor) -> Tensor:
+    """Return the score of every class, (B, C): the larger, the stranger it would be as a label.
+
+    ``shares`` (B, 1) are uniform numbers between 0 and 1, for "adaptive".
+    """
     if score == "threshold":
         return 1 - probs
     probs = probs.double()
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     before = (ordered.cumsum(-1) - ordered).clamp_min(0)
-    share = uniform((len(probs), 1), generator, probs)
-    return torch.zeros_like(probs).scatter_(-1, order, before + share * ordered)
+    return torch.zeros_like(probs).scatter_(-1, order, before + shares.to(probs) * ordered)
+
+
+def row_shares(probs: Tensor, seed: int) -> Tensor:
+    """Return a number between 0 and 1 for each row of probabilities (B, C), (B, 1), as if drawn uniformly.
+
+    It is a hash of the row, so an input has the same share whichever batch it comes in, and scores are a fixed function
+    of input and label: the guarantee does not depend on how often and with how many rows predictions are asked for.
+    Log-probabilities are rounded, so that the last digits of a processor rarely matter.
+    """
+    rounded = probs.detach().double().clamp_min(1e-300).log().mul(64).round().long()
+    factors = torch.randint(-(2**62), 2**62, (probs.shape[1],), generator=torch.Generator().manual_seed(seed))
+    mixed = (rounded * (2 * factors.to(rounded.device) + 1)).sum(1)  # overflow wraps around
+    for factor in (-49064778989728563, -4265267296055464877):  # Stafford's mix of 64 bits
+        mixed = (mixed ^ ((mixed >> 33) & 0x7FFFFFFF)) * factor
+    high = (mixed ^ ((mixed >> 33) & 0x7FFFFFFF)) >> 11 & (2**53 - 1)
+    return (high.double() / 2**53).unsqueeze(1)
 
 
 def number_scale(score: str, predictive: Any) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.decisions.conformal import class_scores, conformal_quantile, conformal_rank
+from lapwing.decisions.conformal import class_scores, conformal_quantile, conformal_rank, row_shares
 from tests.tolerances import assert_close, assert_within
 from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor
 
@@ -82,8 +82,26 @@ def test_adaptive_scores_by_hand() -> None:
     probs = torch.tensor([[0.2, 0.7, 0.1]], dtype=D)
     share = torch.rand(1, 1, dtype=D, generator=generator(7))
     expected = torch.tensor([[0.7, 0.0, 0.9]], dtype=D) + share * probs
-    assert_close(class_scores("adaptive", probs, generator(7)), expected)
-    assert_close(class_scores("threshold", probs, generator(7)), 1 - probs)
+    assert_close(class_scores("adaptive", probs, share), expected)
+    assert_close(class_scores("threshold", probs, share), 1 - probs)
+
+
+def test_shares_are_uniform_and_belong_to_the_row() -> None:
+    probs = torch.randn(4000, 3, dtype=D, generator=generator(12)).mul(4).softmax(1)
+    shares = row_shares(probs, 0)
+    ranks = shares.flatten().sort().values - (torch.arange(4000, dtype=D) + 0.5) / 4000
+    assert ranks.abs().max() < 1.95 / 4000**0.5  # Kolmogorov's statistic, at a probability of 0.001
+    assert torch.equal(row_shares(probs[17:18], 0), shares[17:18])
+    assert torch.corrcoef(torch.cat([shares, row_shares(probs, 1)], 1).T)[0, 1].abs() < 4 / 4000**0.5
+    sure = torch.stack([torch.linspace(10, 30, 500, dtype=D), torch.zeros(500, dtype=D)], 1).softmax(1)
+    assert len(row_shares(sure, 0).unique()) > 250  # probabilities that round to one still differ
+
+
+def test_sets_do_not_depend_on_the_batch() -> None:
+    x, _ = classes(40, generator(13))
+    sets = classifier().conformal([classes(COUNT, generator(8))], LEVEL, seed=14)
+    one_by_one = torch.cat([sets.predict(row[None]).members for row in x])
+    assert (one_by_one == sets.predict(x).members).all(1).double().mean() > 0.9  # but for digits at an edge
 
 
 def test_sets_and_intervals_by_hand() -> None:
