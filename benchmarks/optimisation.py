@@ -115,11 +115,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
-    print(f"$ OMP_NUM_THREADS=1 python -m benchmarks.optimisation --seeds {arguments.seeds} --rounds {arguments.rounds}")
+    print(
+        f"$ OMP_NUM_THREADS=1 python -m benchmarks.optimisation --seeds {arguments.seeds} --rounds {arguments.rounds}"
+    )
     print(f"{machine(1)}, botorch {botorch.__version__}\n")
     total = INITIAL + BATCH * arguments.rounds
     print(f"Simple regret after {total} evaluations: {INITIAL} random ones, the same for all, then {BATCH} at a time.")
-    print(f"Mean ± standard error over {arguments.seeds} seeds; lower is better. The last column is BoTorch's SingleTaskGP.")
+    print(f"Mean ± standard error over {arguments.seeds} seeds; lower is better. The last column is BoTorch's own")
+    print("SingleTaskGP.")
     print("Below each row: the gain over random search, in the mean over equal seeds.\n")
     print(f"{'':10}" + "".join(f"{way:>18}" for way in WAYS))
     seeds = range(arguments.seeds)

@@ -117,17 +117,17 @@ def test_surrogate_and_thompson_depend_on_their_generator_alone() -> None:
 
 
 def test_expected_improvement_beats_random_search() -> None:
-    """Five steps from fourteen points against the best of as many random points, many times over."""
+    """Three points by qLogEI and the maximum of the mean, against four random points, both after the same fourteen."""
     best = lambda x: -float(bowl(x).max())
-    random = torch.tensor([best(torch.cat([X, generated(5, INPUTS, seed=seed)])) for seed in range(20, 220)])
+    random = torch.tensor([best(torch.cat([X, generated(4, INPUTS, seed=seed)])) for seed in range(20, 220)])
     x = X
     torch.manual_seed(0)
-    for step in range(5):
+    for step in range(4):
         model = surrogate(x, bowl(x), BOUNDS, generator=torch.Generator().manual_seed(step))
-        acquisition = qLogExpectedImprovement(model, best_f=bowl(x).max())
+        acquisition = qLogExpectedImprovement(model, best_f=bowl(x).max()) if step < 3 else PosteriorMean(model)
         new, _ = optimize_acqf(acquisition, BOUNDS, q=1, num_restarts=3, raw_samples=32, options={"maxiter": 30})
         x = torch.cat([x, new])
-    assert best(x) < 0.1 * float(random.mean())
+    assert best(x) < 0.2 * float(random.mean())
 
 
 def test_noisy_acquisition_and_batches() -> None:
