@@ -36,10 +36,13 @@ def net(outputs: int) -> nn.Module:
 def fitted(name: str) -> lw.Fitted:
     last: dict[str, Any] = {"weights": lw.last_layer}
     classes = net(CLASSES), [(X, LABELS)], "classification"
+    # Few cells, since the exporters' time grows with them.
     if name == "regression":
-        return lw.fit(net(2), [(X, NUMBERS)], "regression", validation=(Z, generated(NEW, 2, seed=4)), **last)
+        few = lw.tuners.Integrate((Z, generated(NEW, 2, seed=4)), ratios=(0.5, 2.0))
+        return lw.fit(net(2), [(X, NUMBERS)], "regression", tuner=few, **last)
     if name == "mixture":
-        return lw.fit(*classes, validation=(Z, LABELS[:NEW]), **last)
+        few = lw.tuners.Integrate((Z, LABELS[:NEW]), ratios=(0.5, 2.0), temperatures=(1.0, 1.5))
+        return lw.fit(*classes, tuner=few, **last)
     methods = {"kron": lw.Kron(), "full": lw.Full(), "diagonal": lw.Diagonal(), "ekron": lw.EKron()}
     return lw.fit(*classes, method=methods[name], prior=0.5, **last)
 
