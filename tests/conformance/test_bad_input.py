@@ -80,7 +80,7 @@ def test_empty_data(method: str) -> None:
 
 
 def test_every_target_ignored(method: str) -> None:
-    message = "every target is ignored; expected at least one"
+    message = "every target is ignored, or has the weight zero; expected at least one"
     refused(lw.errors.DataError, message, [(X, torch.full_like(Y, -100))], "classification", method)
 
 

@@ -123,7 +123,7 @@ TABLE: list[tuple[str, Call, list[Any]]] = [
     ("compare with", lambda _: lw.compare({"a": REGRESSION, "b": _}), [None, 3, "kron", NET, REGRESSION.posterior]),
     # What a fit returns
     ("predict", REGRESSION.predict,
-     [None, "abc", 3, [], X[:0], X[0], X[:, :2], X.float(), X.numpy(), NAN, X[None], NET]),
+     [None, "abc", 3, [], X[:0], X[0], X[:, :2], X.float(), NAN, X[None], NET]),
     ("functions", REGRESSION.functions, [None, "abc", X[:0], X[0], X.long(), torch.complex(X, X)]),
     ("functions joint", lambda _: REGRESSION.functions(X, _), FLAGS),
     ("function_samples", lambda _: REGRESSION.function_samples(X, _), COUNT),

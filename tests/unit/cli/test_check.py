@@ -19,7 +19,7 @@ def test_the_report_is_that_of_the_library(run: Run, folder: Path) -> None:
     facts = run(f"check {FITTED} --data train.npz --json").facts
     assert facts["weights"] == expected.weights == 4 * 5 + 5 + 5 * 3 + 3
     assert facts["methods"]["Kron"]["stored"] == expected.costs["Kron"].stored
-    assert facts["recommended"]["method"] == "Full"
+    assert facts["recommended"]["method"] == "Kron"
 
 
 def test_subset_rows_and_batches_of_a_loader(run: Run) -> None:
