@@ -46,7 +46,9 @@ def plain_data(model: Any, data: Any) -> Any:
         if data is None:
             raise DataError("the Trainer has no training data; expected trainer.fit(module, loader) first, or data.")
     if data is None:
-        raise DataError("data is None; expected the training data, such as a DataLoader. Only a Lightning Trainer knows its own.")
+        raise DataError(
+            "data is None; expected the training data, such as a DataLoader. Only a Lightning Trainer knows its own."
+        )
     if callable(getattr(data, "train_dataloader", None)):
         return data.train_dataloader()
     if _is_skorch_net(model) and _is_pair_of_arrays(data):
