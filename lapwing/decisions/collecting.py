@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lapwing.core.data import Batch, Data, merged, shows_progress
 from lapwing.core.inputs import Inputs, as_tensors
-from lapwing.core.settings import DATA
+from lapwing.core.settings import DATA, seen
 from lapwing.core.streams import InputStream, is_loader
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.networks.network import Network
@@ -32,10 +32,19 @@ class Labelled:
 
 
 def labelled(posterior: Any, batch: Batch, name: str) -> Labelled:
-    """Return a batch on the device of the posterior, with targets that fit its likelihood."""
+    """Return a batch on the device of the posterior, with targets that fit its likelihood.
+
+    Raises:
+        DataError: If targets do not fit, or are probabilities of classes, of which none is right or wrong.
+    """
     network, likelihood = posterior.network, posterior.likelihood
     batch = network.arranged(batch.to(network.device))
     y = named_targets(network, likelihood, batch, name)
+    if likelihood.ignores_common_shift and y.is_floating_point():
+        raise DataError(
+            f"{name}: targets are probabilities of the classes, {seen(y)}; expected class numbers: a soft target is "
+            "neither right nor wrong. Give the most probable classes, such as y.argmax(1)."
+        )
     return Labelled(batch.inputs, y, ~likelihood.ignored(y))
 
 
