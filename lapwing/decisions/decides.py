@@ -312,8 +312,7 @@ class Decides(Protocol):
             candidates: For "batch": the number of inputs that are looked at together, those that tell most by
                 themselves. Fewer are taken where they would exceed the byte budget (``lw.memory``).
             samples: For "batch": the number of drawn functions that K is estimated from, at least two; zero computes
-                it. None
-                computes it for up to 1000 outputs of all candidates together, and draws 256 functions beyond.
+                it. None computes it for up to 1000 outputs of all candidates together, and draws 256 functions beyond.
             target_key: The key of the target in batches that are mappings, as for ``fit``.
             progress: Whether to show a progress bar; None shows one on a terminal.
 
