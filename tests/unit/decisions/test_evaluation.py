@@ -249,6 +249,14 @@ def test_a_difference_in_one_input_decides_nothing() -> None:
     assert row.verdict == "undecided"
 
 
+def test_one_input_decides_nothing() -> None:
+    """Every draw has the same input, so that intervals have no width."""
+    x, y = classes(1, generator(19))
+    evaluation = classifier().evaluate([(x, y)], resamples=20)
+    assert {row.verdict for row in evaluation.rows} == {"undecided"}
+    assert evaluation["nll"].difference.low == evaluation["nll"].difference.high != 0
+
+
 def test_a_calibration_error_is_inside_its_interval() -> None:
     """Resampled data repeat, and have larger errors than the data themselves; the interval is moved by that."""
     x, y = classes(60, generator(15))
