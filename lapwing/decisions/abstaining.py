@@ -120,11 +120,9 @@ def abstention_of(
     tests = tested(doubt, wrong, confidence)
     passed = [test for test in tests if test.bounds(risk)]
     if not passed:
-        best = min(tests, key=lambda test: test.bound)
         raise DataError(
             f"no threshold bounds the risk by {risk:g} with probability {confidence:g}, given {len(doubt)} calibration "
-            f"data; the smallest bound is {_rounded_up(best.bound):g}, where {100 * best.share:.3g} % are answered. "
-            f"Ask for that risk, or give more data: {needed(risk, confidence)} without an error would do."
+            f"data; {_advice(tests)}: {needed(risk, confidence)} without an error would do."
         )
     best = max(passed, key=lambda test: test.threshold)
     return Abstention(
@@ -206,6 +204,16 @@ def at_most(errors: int, count: int, probability: float) -> float:
 def needed(risk: float, confidence: float) -> int:
     """Return how many answered data without an error bound the risk."""
     return math.ceil(math.log((1 - confidence) / THRESHOLDS) / math.log1p(-risk))
+
+
+def _advice(tests: list[Tested]) -> str:
+    """Return the smallest bound in words, and what to do."""
+    best = min(tests, key=lambda test: test.bound)
+    bound = _rounded_up(best.bound)
+    if bound >= 1:
+        return "none bounds it below one. Give more data"
+    where = f"the smallest bound is {bound:g}, where {100 * best.share:.3g} % are answered"
+    return f"{where}. Ask for that risk, or give more data"
 
 
 def _rounded_up(bound: float) -> float:

@@ -13,8 +13,8 @@ from torch import Tensor
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs
 from lapwing.core.memory import working
-from lapwing.core.settings import NONE, integer, one_of, require_integer
-from lapwing.decisions.collecting import input_batches, refuse_tokens
+from lapwing.core.settings import NONE, Rule, integer, is_integer, one_of, require_integer
+from lapwing.decisions.collecting import input_batches, one_or_loader, refuse_shuffled, refuse_tokens
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.posteriors.protocols import HasFunctionSamples, required
 
@@ -22,6 +22,7 @@ RULES = ("batch", "bald", "variance")
 COPIES = 4  # float64 matrices of the joint covariance, or of the drawn functions, that exist at once
 EXACT = 1000  # outputs of all candidates up to which their joint covariance is computed, by default
 FUNCTIONS = 256  # that are drawn beyond
+SAMPLES = integer(2) | Rule("zero", lambda v: is_integer(v) and v == 0) | NONE
 
 
 def acquired(
@@ -32,11 +33,12 @@ def acquired(
     require_integer("n", n)
     one_of(RULES).check("by", by)
     integer(1).check("candidates", candidates)
-    (integer(0) | NONE).check("samples", samples)
+    SAMPLES.check("samples", samples)
     refuse_tokens(posterior.network, "acquire")
+    refuse_shuffled(pool, "pool")
     posterior._unchanged()
     with torch.no_grad():
-        batches = input_batches(posterior, pool, target_key, progress)
+        batches = input_batches(posterior, one_or_loader(posterior.network, pool), target_key, progress)
         if by != "batch":
             values = torch.cat([_values(posterior, batch, by) for batch in batches])
             _refuse_fewer(len(values), n)

@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lapwing.core.data import Batch, Data, merged, shows_progress
 from lapwing.core.inputs import Inputs, as_tensors
-from lapwing.core.settings import DATA
-from lapwing.core.streams import InputStream, is_loader
+from lapwing.core.settings import DATA, seen
+from lapwing.core.streams import InputStream, has_places, is_loader
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.networks.network import Network
 from lapwing.predictives.scoring import Scoring
 from lapwing.problem import named_targets
+
+SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +35,19 @@ class Labelled:
 
 
 def labelled(posterior: Any, batch: Batch, name: str) -> Labelled:
-    """Return a batch on the device of the posterior, with targets that fit its likelihood."""
+    """Return a batch on the device of the posterior, with targets that fit its likelihood.
+
+    Raises:
+        DataError: If targets do not fit, or are probabilities of classes, of which none is right or wrong.
+    """
     network, likelihood = posterior.network, posterior.likelihood
     batch = network.arranged(batch.to(network.device))
     y = named_targets(network, likelihood, batch, name)
+    if likelihood.ignores_common_shift and y.is_floating_point():
+        raise DataError(
+            f"{name}: targets are probabilities of the classes, {seen(y)}; expected class numbers: a soft target is "
+            "neither right nor wrong. Give the most probable classes, such as y.argmax(1)."
+        )
     return Labelled(batch.inputs, y, ~likelihood.ignored(y))
 
 
@@ -99,6 +111,28 @@ def input_batches(posterior: Any, x: Inputs, target_key: str | None, progress: b
             dtype=network.arithmetic,
         )
     )
+
+
+def one_or_loader(network: Network, data: Any) -> Any:
+    """Return inputs or a loader as they are, and a pair ``(inputs, targets)`` as the only batch of a loader.
+
+    A tuple is a pair unless it has the tensors of a network with several inputs.
+    """
+    places = network.input_places
+    pair = isinstance(data, tuple) and not (places and has_places(data, places))
+    return [data] if pair else data
+
+
+def refuse_shuffled(loader: Any, name: str) -> None:
+    """Raise if a loader shuffles: numbers of rows would be those of one pass, and say nothing about the data."""
+    loader = getattr(loader, "loader", loader)  # of lw.samples.unpacked
+    batches = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+        if isinstance(sampler, SHUFFLING) or getattr(sampler, "shuffle", False) is True:
+            raise DataError(
+                f"the {name} is a loader that shuffles, by {type(sampler).__name__}; expected one with a fixed order: "
+                "rows are numbered in the order in which they come. Build it with shuffle=False, or give the inputs."
+            )
 
 
 def refuse_tokens(network: Network, what: str) -> None:

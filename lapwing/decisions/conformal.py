@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Protocol
@@ -12,15 +12,10 @@ import torch
 from torch import Tensor
 
 from lapwing.core.inputs import Inputs
-from lapwing.core.settings import PROBABILITY, Rule, integer, one_of
-from lapwing.decisions.collecting import Labelled, rows_of
+from lapwing.core.settings import PROBABILITY, integer, one_of
+from lapwing.decisions.collecting import Labelled, input_batches
+from lapwing.decisions.groups import Members, Numbers, group_numbers, grouped_rows
 from lapwing.errors import DataError, UnsupportedError
-
-GROUPS = Rule(
-    "a function from a batch of inputs to group numbers (B,), or the group numbers (N,) of the calibration data",
-    lambda v: v is None or callable(v) or torch.as_tensor(v).ndim == 1,
-    DataError,
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,16 +67,29 @@ class Calibrated(Protocol):
     count: int
     groups: Any
 
-    def limits(self, x: Inputs, count: int, groups: Any) -> Tensor:
-        """Return the largest score that is let in for each input, (B, 1) or (B, C)."""
+    def predicted(self, x: Inputs, groups: Any) -> Iterator[tuple[Any, Tensor]]:
+        """Yield predictives at x and the largest scores that are let in; of each batch if groups are a function."""
+        given = self.groups if groups is None and callable(self.groups) else groups
+        if not callable(given):
+            predictive = self.posterior.predict(x)
+            count = len(predictive.mean)
+            yield predictive, self.limits(None if given is None else group_numbers(given, count), count)
+            return
+        members = Members(given)
+        for batch in input_batches(self.posterior, x, None, False):
+            predictive = self.posterior.predict(batch)
+            count = len(predictive.mean)
+            yield predictive, self.limits(members.of(batch, count), count)
+
+    def limits(self, members: Numbers, count: int) -> Tensor:
+        """Return the largest score that is let in for each input, (B, 1) or (B, C), from the group of each."""
         if self.groups is None:
-            if groups is not None:
+            if members is not None:
                 raise UnsupportedError("groups were given and the calibration had none; calibrate with groups=...")
             return self.quantiles[None].expand(count, -1)
-        given = groups if groups is not None else self.groups(x) if callable(self.groups) else None
-        if given is None:
+        if members is None:
             raise DataError("groups is None; expected the group number of each input, since the calibration had those.")
-        return torch.stack([self._of_group(group) for group in group_numbers(given, count)])
+        return torch.stack([self._of_group(group) for group in members])
 
     def _of_group(self, group: int) -> Tensor:
         if group not in self.quantiles:
@@ -89,23 +97,20 @@ class Calibrated(Protocol):
             raise DataError(f"an input is of group {group}, which no calibration datum has; expected one of {known}.")
         return self.quantiles[group]
 
-    def covered(self, data: Iterable[Any], inside: Callable[[Any, Labelled], Tensor], keys: dict[str, Any]) -> Coverage:
-        """Return the coverage, from ``inside``: whether each target is in, and the sizes, (B, 2)."""
-        groups: list[int] = []
+    def covered(
+        self, data: Iterable[Any], groups: Any, inside: Callable[[Any, Labelled, Tensor], Tensor], keys: dict[str, Any]
+    ) -> Coverage:
+        """Return the coverage, from ``inside``: whether each target is in, and the sizes, (B, 2), given the limits."""
 
-        def number(predictive: Any, batch: Labelled) -> Tensor:
-            if callable(self.groups):
-                groups.extend(group_numbers(self.groups(batch.inputs), len(batch.targets)))
-            return inside(predictive, batch).double()
+        def number(predictive: Any, batch: Labelled, members: Numbers) -> Tensor:
+            return inside(predictive, batch, self.limits(members, len(batch.targets)))
 
-        rows, _ = rows_of(self.posterior, data, number, name="data", **keys)
-        share, number_of = float(rows[:, 0].mean()), len(rows)
-        by_group = {}
-        if len(groups) == number_of:
-            numbers = torch.tensor(groups)
-            by_group = {int(g): float(rows[numbers == g, 0].mean()) for g in numbers.unique()}
-        error = math.sqrt(share * (1 - share) / number_of)
-        return Coverage(share, error, float(rows[:, 1].mean()), number_of, by_group)
+        given = self.groups if groups is None and callable(self.groups) else groups
+        rows, numbers, _ = grouped_rows(self.posterior, data, number, given, name="data", **keys)
+        share, count = float(rows[:, 0].mean()), len(rows)
+        each = [] if numbers is None else numbers.unique().tolist()
+        by_group = {int(group): float(rows[numbers == group, 0].mean()) for group in each}
+        return Coverage(share, math.sqrt(share * (1 - share) / count), float(rows[:, 1].mean()), count, by_group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,22 +142,27 @@ class ConformalSets(Calibrated):
             x: As for ``Fitted.predict``.
             groups: The group number of each input, (B,), if the calibration was given numbers and no function.
         """
-        return self._sets(self.posterior.predict(x), x, groups)
+        return PredictionSets(torch.cat([self._members(*each) for each in self.predicted(x, groups)]))
 
-    def _sets(self, predictive: Any, x: Inputs, groups: Any) -> PredictionSets:
+    def _members(self, predictive: Any, limits: Tensor) -> Tensor:
         probs = predictive.class_probs
         scores = class_scores(self.score, probs, row_shares(probs, self.seed))
-        return PredictionSets(scores <= self.limits(x, len(probs), groups).to(scores))
+        return scores <= limits.to(scores)
 
-    def coverage(self, data: Iterable[Any], *, target_key: str | None = None, progress: bool | None = None) -> Coverage:
-        """Return how often the sets hold the label on other data with targets, and their mean size."""
+    def coverage(
+        self, data: Iterable[Any], *, groups: Any = None, target_key: str | None = None, progress: bool | None = None
+    ) -> Coverage:
+        """Return how often the sets hold the label on other data with targets, and their mean size.
 
-        def inside(predictive: Any, batch: Labelled) -> Tensor:
-            sets = self._sets(predictive, batch.inputs, None)
-            y = batch.targets.reshape(len(sets.members), 1).long().clamp_min(0).to(sets.members.device)
-            return torch.cat([sets.members.gather(1, y), sets.size.unsqueeze(1)], 1)
+        ``groups`` are the group numbers (N,) of the data in their order, if the calibration was given numbers and no
+        function.
+        """
 
-        return self.covered(data, inside, {"target_key": target_key, "progress": progress})
+        def inside(predictive: Any, batch: Labelled, limits: Tensor) -> Tensor:
+            members = self._members(predictive, limits)
+            return torch.cat([members.gather(1, safe_labels(batch, members)), members.sum(1, keepdim=True)], 1)
+
+        return self.covered(data, groups, inside, {"target_key": target_key, "progress": progress})
 
     def __repr__(self) -> str:
         return f"<ConformalSets: level {self.level:g}, {self.score}, {self.count} calibration data>"
@@ -185,22 +195,29 @@ class ConformalIntervals(Calibrated):
             x: As for ``Fitted.predict``.
             groups: The group number of each input, (B,), if the calibration was given numbers and no function.
         """
-        return self._ends(self.posterior.predict(x), x, groups)
+        ends = [self._ends(*each) for each in self.predicted(x, groups)]
+        return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
 
-    def _ends(self, predictive: Any, x: Inputs, groups: Any) -> tuple[Tensor, Tensor]:
+    def _ends(self, predictive: Any, limits: Tensor) -> tuple[Tensor, Tensor]:
         mean = predictive.mean
-        half = self.limits(x, len(mean), groups).to(mean) * number_scale(self.score, predictive)
+        half = limits.to(mean) * number_scale(self.score, predictive)
         return mean - half, mean + half
 
-    def coverage(self, data: Iterable[Any], *, target_key: str | None = None, progress: bool | None = None) -> Coverage:
-        """Return how often the intervals hold the target on other data, over all outputs, and their mean width."""
+    def coverage(
+        self, data: Iterable[Any], *, groups: Any = None, target_key: str | None = None, progress: bool | None = None
+    ) -> Coverage:
+        """Return how often the intervals hold the target on other data, over all outputs, and their mean width.
 
-        def inside(predictive: Any, batch: Labelled) -> Tensor:
-            low, high = self._ends(predictive, batch.inputs, None)
+        ``groups`` are the group numbers (N,) of the data in their order, if the calibration was given numbers and no
+        function.
+        """
+
+        def inside(predictive: Any, batch: Labelled, limits: Tensor) -> Tensor:
+            low, high = self._ends(predictive, limits)
             y = batch.targets.to(low).reshape(low.shape)
             return torch.stack([((low <= y) & (y <= high)).double().mean(1), (high - low).double().mean(1)], 1)
 
-        return self.covered(data, inside, {"target_key": target_key, "progress": progress})
+        return self.covered(data, groups, inside, {"target_key": target_key, "progress": progress})
 
     def __repr__(self) -> str:
         return f"<ConformalIntervals: level {self.level:g}, {self.score}, {self.count} calibration data>"
@@ -213,26 +230,23 @@ def conformal_of(
     """Return calibrated sets or intervals; see ``Decides.conformal``."""
     PROBABILITY.check("level", level)
     integer(0).check("seed", seed)
-    GROUPS.check("groups", groups)
-    members: list[Tensor] = []
 
-    def number(predictive: Any, batch: Labelled) -> Tensor:
+    def number(predictive: Any, batch: Labelled, members: Numbers) -> Tensor:
         chosen = _chosen(predictive, score)
-        if callable(groups):
-            members.append(torch.tensor(group_numbers(groups(batch.inputs), len(batch.targets)), dtype=torch.float64))
         if chosen in ("adaptive", "threshold"):
             probs = predictive.class_probs
             each = class_scores(chosen, probs, row_shares(probs, seed)).double()
-            y = batch.targets.reshape(len(each), 1).long().masked_fill(~batch.known.reshape(len(each), 1), 0)
-            rows = each.gather(1, y.to(each.device))
-        else:
-            y = batch.targets.to(predictive.mean).reshape(predictive.mean.shape)
-            rows = ((y - predictive.mean).abs() / number_scale(chosen, predictive)).double()
-        return torch.cat([rows.cpu(), members[-1].unsqueeze(1)], 1) if callable(groups) else rows
+            return each.gather(1, safe_labels(batch, each))
+        y = batch.targets.to(predictive.mean).reshape(predictive.mean.shape)
+        return ((y - predictive.mean).abs() / number_scale(chosen, predictive)).double()
 
-    rows, scoring = rows_of(posterior, calibration, number, target_key=target_key, progress=progress)
+    rows, numbers, scoring = grouped_rows(
+        posterior, calibration, number, groups, target_key=target_key, progress=progress
+    )
     chosen = scoring.conformal[0] if score is None else score
-    parts = _parts(rows, groups)
+    parts: dict[int | None, Tensor] = {None: rows}
+    if numbers is not None:
+        parts = {int(group): rows[numbers == group] for group in numbers.unique()}
     quantiles = {group: conformal_quantile(part, level, group) for group, part in parts.items()}
     if chosen in ("adaptive", "threshold"):
         return ConformalSets(posterior, level, chosen, quantiles, len(rows), groups, seed)
@@ -248,27 +262,10 @@ def _chosen(predictive: Any, score: str | None) -> str:
     return score
 
 
-def _parts(rows: Tensor, groups: Any) -> dict[int | None, Tensor]:
-    """Return the scores of each group, or of all under None."""
-    if groups is None:
-        return {None: rows}
-    if callable(groups):
-        rows, numbers = rows[:, :-1], rows[:, -1].long()
-    else:
-        numbers = torch.tensor(group_numbers(groups, len(rows)))
-    return {int(group): rows[numbers == group] for group in numbers.unique()}
-
-
-def group_numbers(given: Any, count: int) -> list[int]:
-    """Return group numbers as a list; raise unless they are ``count`` whole numbers."""
-    numbers = torch.as_tensor(given)
-    if numbers.shape != (count,) or numbers.is_floating_point() or numbers.is_complex():
-        raise DataError(
-            f"groups have the shape {tuple(numbers.shape)} and dtype {numbers.dtype}; expected ({count},) whole "
-            "numbers, the group of each input."
-        )
-    listed: list[int] = numbers.tolist()
-    return [int(number) for number in listed]
+def safe_labels(batch: Labelled, like: Tensor) -> Tensor:
+    """Return the labels of a batch as columns (B, 1), on the device of a tensor; zero for those that are ignored."""
+    safe = batch.targets.masked_fill(~batch.known, 0)
+    return safe.reshape(len(safe), 1).long().to(like.device)
 
 
 def conformal_quantile(scores: Tensor, level: float, group: int | None = None) -> Tensor:

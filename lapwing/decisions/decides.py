@@ -151,7 +151,8 @@ class Decides(Protocol):
             level: The probability to cover the target.
             score: "adaptive" or "threshold" for classes and for one binary label, "scaled" or "constant" for numbers.
             groups: For coverage in each group: a function from a batch of inputs to group numbers (B,), or the group
-                numbers (N,) of the calibration data in their order, which then must not be shuffled.
+                numbers (N,) of the calibration data in their order, which then must not be shuffled; data with an
+                ignored target have one too. ``predict`` and ``coverage`` then take ``groups=`` as well.
             target_key: The key of the target in batches that are mappings, as for ``fit``.
             progress: Whether to show a progress bar; None shows one on a terminal.
             seed: Of the uniform shares of "adaptive".
@@ -304,13 +305,14 @@ class Decides(Protocol):
         best one (Nemhauser et al. 1978).
 
         Args:
-            pool: A batch of inputs, or a loader whose order is fixed; targets are left out. Rows are numbered in order.
+            pool: A batch of inputs, ``(inputs, targets)``, or a loader whose order is fixed; targets are left out. Rows
+                are numbered in order.
             n: How many inputs to choose.
             by: "batch", "bald" or "variance".
             candidates: For "batch": the number of inputs that are looked at together, those that tell most by
                 themselves. Fewer are taken where they would exceed the byte budget (``lw.memory``).
-            samples: For "batch": the number of drawn functions that K is estimated from; zero computes it. None
-                computes it for up to 1000 outputs of all candidates together, and draws 256 functions beyond.
+            samples: For "batch": the number of drawn functions that K is estimated from, at least two; zero computes
+                it. None computes it for up to 1000 outputs of all candidates together, and draws 256 functions beyond.
             target_key: The key of the target in batches that are mappings, as for ``fit``.
             progress: Whether to show a progress bar; None shows one on a terminal.
 
@@ -318,7 +320,7 @@ class Decides(Protocol):
             Row numbers, (n,), without duplicates.
 
         Raises:
-            DataError: If the pool has fewer than n inputs.
+            DataError: If the pool has fewer than n inputs, or is a loader that shuffles.
             UnsupportedError: If outputs are for tokens or pixels.
 
         Cost: the belief, or for "bald" the prediction, at every input of the pool. "batch" with m candidates of C

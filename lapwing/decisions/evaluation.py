@@ -38,17 +38,18 @@ class Compared:
     better: str  # "lower" or "higher"; empty if neither is better by itself
     target: float | None = None  # the best value, where it is neither the lowest nor the highest
     gain: ScoreInterval | None = None  # how much farther from the target the posterior is; None without a target
+    inputs: int | None = None  # with a target that counts; None if that is not known
 
     @property
     def verdict(self) -> str:
         """Return "better", "worse" or "undecided", or nothing where no direction is better.
 
-        It is undecided if the interval of the difference holds zero.
+        It is undecided if the interval of the difference holds zero, and for one input, whose interval has no width.
         """
         judged = self.difference if self.gain is None else self.gain
         if not self.better and self.gain is None:
             return ""
-        if judged.low <= 0 <= judged.high:
+        if judged.low <= 0 <= judged.high or self.inputs == 1:
             return "undecided"
         return "better" if (judged.high < 0) == (self.better != "higher") else "worse"
 
@@ -136,7 +137,7 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """Return all scores as plain values, which JSON holds."""
         rows = {
-            row.name: {**{k: v for k, v in asdict(row).items() if k != "name"}, "verdict": row.verdict}
+            row.name: {**{k: v for k, v in asdict(row).items() if k not in ("name", "inputs")}, "verdict": row.verdict}
             for row in self.rows
         }
         facts = {"task": self.task, "inputs": self.inputs, "data": self.data, "level": self.level}
@@ -193,6 +194,9 @@ def compared(bootstrapped: Bootstrap, name: str, other: str) -> tuple[Compared, 
             gain = bootstrapped.interval(a_far - b_far, x_far - y_far)
         difference = bootstrapped.interval(a - b, x - y, score.biased)
         rows.append(
-            Compared(score.name, own[score.name], base[score.name], difference, score.better, score.target, gain)
-        )
+            Compared(
+                score.name, own[score.name], base[score.name], difference, score.better, score.target, gain,
+                bootstrapped.inputs,
+            )
+        )  # fmt: skip
     return tuple(rows)

@@ -107,6 +107,7 @@ class Bootstrap:
     values: dict[str, Tensor]  # (scores,) of all data
     draws: dict[str, Tensor]  # (resamples, scores)
     confidence: float
+    inputs: int  # with a target that counts
 
     @classmethod
     def of(
@@ -128,7 +129,8 @@ class Bootstrap:
         for weights in resampled_weights(first.inputs, resamples, independent_generator(generator), most):
             for name, each in scores.items():
                 parts[name].append(at(each, weights))
-        return cls(scores, values, {name: torch.cat(each) for name, each in parts.items()}, confidence)
+        draws = {name: torch.cat(each) for name, each in parts.items()}
+        return cls(scores, values, draws, confidence, len(first.owner.unique()))
 
     def score(self, name: str, number: int) -> tuple[Tensor, Tensor]:
         """Return a score of all data, (), and of the resampled data, (resamples,)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from lapwing.core.inputs import Inputs
 from lapwing.core.settings import PROBABILITY, one_of
-from lapwing.core.streams import has_places
-from lapwing.decisions.collecting import input_batches, refuse_tokens
+from lapwing.decisions.collecting import input_batches, one_or_loader, refuse_tokens
 from lapwing.errors import DataError
 
 SCORES = ("entropy", "mutual_information", "variance")
@@ -39,8 +37,7 @@ class Detector:
     @property
     def threshold(self) -> float:
         """The calibration score above which inputs are flagged."""
-        allowed = math.floor((len(self.scores) + 1) * Fraction(repr(float(self.rate)))) - 1  # scores that may reach it
-        return float(self.scores[len(self.scores) - 1 - allowed])
+        return float(self.scores[len(self.scores) - flagged_ranks(len(self.scores), self.rate)])
 
     def score(self, x: Inputs, *, target_key: str | None = None, progress: bool | None = None) -> Tensor:
         """Return the score of every input of a batch or a loader, (B,) in float64 on the CPU; higher is stranger."""
@@ -68,16 +65,40 @@ def detector_of(
     PROBABILITY.check("rate", rate)
     by = ("entropy" if posterior.likelihood.has_logits else "variance") if by is None else by
     one_of(SCORES).check("by", by)
-    places = posterior.network.input_places
-    one_pair = isinstance(calibration, tuple) and not (places and has_places(calibration, places))
-    given = [calibration] if one_pair else calibration  # (inputs, targets) is one batch, as for fit
+    given = one_or_loader(posterior.network, calibration)
     scores = scores_of(posterior, given, by, target_key, progress).sort().values
-    if (len(scores) + 1) * rate < 1:
+    if not flagged_ranks(len(scores), rate):
         raise DataError(
-            f"{len(scores)} calibration data; expected at least {math.ceil(1 / Fraction(repr(float(rate)))) - 1} for "
+            f"{len(scores)} calibration data; expected at least {fewest(rate)} for "
             f"false alarms at a rate of {rate:g}: with fewer, no input could be flagged. Give more, or a higher rate."
         )
     return Detector(posterior, by, rate, scores)
+
+
+def flagged_ranks(count: int, rate: float) -> int:
+    """Return the largest k with k / (count + 1) ≤ rate: the p-values of flagged inputs are 1/(n + 1) ... k/(n + 1).
+
+    Quotients are rounded as those of ``p_values`` are, so that ``flags`` is ``p_values <= rate``.
+
+    >>> flagged_ranks(19, 0.05), flagged_ranks(18, 0.05), flagged_ranks(2, 1 / 3)
+    (1, 0, 1)
+    """
+    k = math.floor((count + 1) * rate) + 1  # at most two too high by rounding
+    while k / (count + 1) > rate:
+        k -= 1
+    return k
+
+
+def fewest(rate: float) -> int:
+    """Return with how many calibration data an input can be flagged.
+
+    >>> fewest(0.05), fewest(1 / 3)
+    (19, 2)
+    """
+    count = max(0, math.ceil(1 / rate) - 2)
+    while not flagged_ranks(count, rate):
+        count += 1
+    return count
 
 
 def scores_of(posterior: Any, x: Inputs, by: str, target_key: str | None, progress: bool | None) -> Tensor:

@@ -87,8 +87,8 @@ class Bernoulli(LogitLikelihood):
         return torch.zeros_like(y, dtype=torch.bool) if self.ignore_index is None else y == self.ignore_index
 
     def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
-        each: Tensor = predictive.log_prob_each(y)
-        return each.masked_fill(self.ignored(y), 0).sum(-1)
+        log_prob: Tensor = predictive.known_log_prob(y, ~self.ignored(y))
+        return log_prob
 
     def check_prediction(self) -> None:
         refuse_unused("Bernoulli", pos_weight=self.pos_weight, temperature=self.temperature)

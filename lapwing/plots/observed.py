@@ -50,7 +50,8 @@ def answers(prediction: Any, y: Any) -> Answers:
         y: Class numbers, or zeros and ones in the shape of the probabilities. Labels of -100 are left out.
 
     Raises:
-        DataError: The shapes do not fit.
+        DataError: The shapes do not fit, or a label is none of the classes.
+        UnsupportedError: It is a prediction of numbers.
 
     >>> p = answers(torch.tensor([[0.75, 0.25], [0.5, 0.5]]), torch.tensor([0, 1]))
     >>> p.probability.tolist(), p.true.tolist()
@@ -58,6 +59,11 @@ def answers(prediction: Any, y: Any) -> Answers:
     """
     if isinstance(prediction, Answers):
         return prediction
+    if isinstance(prediction, Residuals) or hasattr(prediction, "interval"):
+        raise UnsupportedError(
+            f"the prediction is a {type(prediction).__name__} of numbers, which have no probabilities of labels; "
+            "expected one of labels. For numbers use lw.plots.intervals."
+        )
     probs, y = numbers("probs", getattr(prediction, "probs", prediction)).double(), numbers("y", y)
     binary = y.shape == probs.shape or (*y.shape, 1) == probs.shape
     if probs.ndim > 3 and not binary and y.shape == (*probs.shape[:1], *probs.shape[2:]):
@@ -69,12 +75,22 @@ def answers(prediction: Any, y: Any) -> Answers:
         )
     y = y.to(probs.device)
     counts = y.flatten() != IGNORED
+    _refuse_outside(y.flatten()[counts], 1 if binary else probs.shape[-1] - 1)
     if binary:
         probability, true = listed(probability=probs.flatten()[counts], true=y.flatten()[counts])
         return Answers(probability, true, of_classes=False)
     top, guess = probs.flatten(0, -2)[counts].max(-1)
     probability, true = listed(probability=top, true=guess == y.flatten()[counts])
     return Answers(probability, true, of_classes=True)
+
+
+def _refuse_outside(y: Tensor, most: int) -> None:
+    """Raise unless all labels are from zero to ``most``."""
+    if len(y) and not 0 <= float(y.min()) <= float(y.max()) <= most:
+        raise DataError(
+            f"labels run from {float(y.min()):g} to {float(y.max()):g}; expected 0..{most}, or {IGNORED} for data that "
+            f"do not count. Where another number marks these, such as 255: y.masked_fill(y == 255, {IGNORED})."
+        )
 
 
 @runtime_checkable

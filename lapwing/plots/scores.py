@@ -40,6 +40,7 @@ def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Any = Non
 
     Raises:
         DataError: Probabilities and labels do not fit.
+        UnsupportedError: It is a prediction of numbers.
 
     >>> import torch
     >>> ax = reliability(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0]))
@@ -159,7 +160,7 @@ def ranking(evaluations: Any, *, ax: Any = None) -> Any:
     rows = evaluations.rows[::-1]
     ax = new_axis(ax, (4.6, 1.1 + 0.3 * len(rows)))
     scores = [row.scores["nll"] for row in rows]
-    reach = [[s.value - s.low for s in scores], [s.high - s.value for s in scores]]
+    reach = [[max(0.0, s.value - s.low) for s in scores], [max(0.0, s.high - s.value) for s in scores]]
     ax.errorbar([s.value for s in scores], range(len(rows)), xerr=reach, fmt="o", color=POSTERIOR, capsize=3)
     ax.set_yticks(range(len(rows)), [plain_text(row.name) for row in rows])
     ax.set(xlabel="negative log-likelihood of a datum (lower is better)", ylim=(-0.6, len(rows) - 0.4))

@@ -59,6 +59,9 @@ class BinaryPredictive(MultilabelPredictive):
         one, zero = self._log_odds
         return y * one + (1 - y) * zero
 
+    def known_log_prob(self, y: Tensor, known: Tensor) -> Tensor:
+        return self.log_prob_each(y).masked_fill(~known, 0).sum(-1)
+
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         require_integer("n", n)
         draws = uniform((n, *self.probs.shape), generator, self.probs)

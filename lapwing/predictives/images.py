@@ -112,6 +112,10 @@ class ImageLabels(ImageLabelPredictive, MultilabelPredictive):
     pixels: Any
     form: ImageForm
 
+    def known_log_prob(self, y: Tensor, known: Tensor) -> Tensor:
+        """Return the log-probability of the labels (B, C, H, W) that count, (B, H, W)."""
+        return self.form.labels(self.pixels.known_log_prob(self.flat(y), self.flat(known)))
+
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the labels, (n, B, C, H, W)."""
         return self.form.outputs(self.pixels.sample(n, generator))

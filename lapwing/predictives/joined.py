@@ -102,6 +102,10 @@ class JoinedLabels(Joined, MultilabelPredictive):
     def log_prob(self, y: Tensor) -> Tensor:
         return self.scored(checked_numbers(y, self.probs, one=False, within=(0, 1)))
 
+    def known_log_prob(self, y: Tensor, known: Tensor) -> Tensor:
+        each = zip(self.parts, self.split(y), self.split(known), strict=True)
+        return torch.cat([part.known_log_prob(own, mask) for part, own, mask in each])
+
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         return self.rows(lambda part: part.sample(n, generator), dim=1)
 

@@ -130,6 +130,9 @@ class BinaryMixture(LabelMixture, MultilabelPredictive):
     def probs(self) -> Tensor:
         return self.average(lambda component: component.probs)
 
+    def known_log_prob(self, y: Tensor, known: Tensor) -> Tensor:
+        return self.log_average(lambda component: component.known_log_prob(y, known))
+
 
 class NumberMixture(Mixture, NumberPredictive, Protocol):
     """An average of predictives of numbers."""

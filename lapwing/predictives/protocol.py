@@ -190,6 +190,15 @@ class ClassPredictive(LabelPredictive, Protocol):
 class MultilabelPredictive(LabelPredictive, Protocol):
     """A predictive of one binary label or many."""
 
+    def known_log_prob(self, y: Tensor, known: Tensor) -> Tensor:
+        """Return the log-probability of the labels that count, (B, [T]): of these together, zero where none does.
+
+        Args:
+            y: Labels (B, [T,] C) that were checked; those that do not count may have any value.
+            known: Whether each counts, in the same shape.
+        """
+        ...
+
     @property
     def distribution(self) -> Distribution:
         """The labels of one input, each with its own probability, as independent Bernoulli variables."""

@@ -61,7 +61,7 @@ class MeanScore:
     Args:
         name: The name of the score.
         sums: Numbers of each input, summed over its data, (N, K).
-        counts: The number of data of each input, (N,).
+        counts: The number of data of each input, (N,), or the sum of their weights.
         of: From means (R, K) to scores (R,).
         better: "lower", "higher" or "".
         target: The best value, if it is in the middle.
@@ -115,11 +115,18 @@ class Numbers:
         """Return the sums of values (M, K) over the data of each input, (N, K)."""
         return values.new_zeros(self.inputs, values.shape[1]).index_add_(0, self.owner, values)
 
-    def mean(self, name: str, values: Tensor, of: Callable[[Tensor], Tensor] | None = None, **more: Any) -> MeanScore:
-        """Return the score that is a function of the means of values (M,) or (M, K); by default their mean."""
+    def mean(
+        self, name: str, values: Tensor, of: Callable[[Tensor], Tensor] | None = None, *, share: Tensor | None = None,
+        **more: Any,
+    ) -> MeanScore:  # fmt: skip
+        """Return the score that is a function of the means of values (M,) or (M, K); by default their mean.
+
+        ``share`` (M,) is the weight of each datum, by default one.
+        """
         values = values.unsqueeze(1) if values.ndim == 1 else values
-        counts = self.summed(torch.ones_like(values[:, :1])).squeeze(1)
-        return MeanScore(name, self.summed(values), counts, _first if of is None else of, **more)
+        weight = torch.ones_like(values[:, :1]) if share is None else share.unsqueeze(1)
+        counts = self.summed(weight).squeeze(1)
+        return MeanScore(name, self.summed(weight * values), counts, _first if of is None else of, **more)
 
     def area(self, uncertainty: Tensor, loss: Tensor) -> AreaScore:
         """Return the area under the risk-coverage curve of losses (M,) in the order of uncertainties (M,)."""
@@ -214,27 +221,25 @@ class ClassScoring(Scoring):
 
 @dataclass(frozen=True)
 class LabelScoring(Scoring):
-    """Scores of binary labels, each a datum; ``nll`` is that of all labels of an input together."""
+    """Scores of binary labels, each a datum; ``nll`` is that of all labels of an input that count, together."""
 
     task: ClassVar[str] = "binary labels"
-    columns: ClassVar[tuple[str, ...]] = ("nll", "correct", "brier", "confidence")
+    columns: ClassVar[tuple[str, ...]] = ("nll", "correct", "brier", "confidence", "share")
     conformal: ClassVar[tuple[str, ...]] = ("adaptive", "threshold")
     uncertainties: ClassVar[tuple[str, ...]] = ("confidence", "entropy", "mutual_information")
 
     def numbers(self, predictive: Any, y: Tensor, known: Tensor, level: float) -> Tensor:
         probs, y = predictive.probs.double(), y.double().masked_fill(~known, 0)
-        if bool(known.all()):
-            nll = -predictive.log_prob(y).double().unsqueeze(-1).expand_as(probs)
-        else:  # the labels that count, each by itself, times how many there are: their mean is the sum of them
-            each = -(y * probs.clamp_min(TINY).log() + (1 - y) * (1 - probs).clamp_min(TINY).log())
-            nll = each * known.sum(-1, keepdim=True)
+        nll = -predictive.known_log_prob(y, known).double().unsqueeze(-1).expand_as(probs)
+        share = 1 / known.sum(-1, keepdim=True).clamp_min(1).to(probs).expand_as(probs)
         correct = (probs > 0.5) == (y > 0.5)
         confidence = torch.maximum(probs, 1 - probs).clamp_max(1)
-        each = torch.stack([nll, correct.double(), 2 * (probs - y).square(), confidence], -1)
+        each = torch.stack([nll, correct.double(), 2 * (probs - y).square(), confidence, share], -1)
         return each.flatten(1, -2)
 
     def scores(self, data: Numbers, level: float) -> tuple[Score, ...]:
-        return _label_scores(data)
+        """Return all scores. An input, or a token, has one ``nll``, so each of its labels has a share of it."""
+        return _label_scores(data, data.values[:, self.columns.index("share")])
 
     def uncertainty(self, predictive: Any, by: str) -> Tensor:
         if by == "confidence":  # that of the label with the most doubt
@@ -317,9 +322,9 @@ def _spread(predictive: Any, by: str) -> Tensor:
     return value.double()
 
 
-def _label_scores(data: Numbers) -> tuple[Score, ...]:
-    """Return the scores of guesses with a confidence."""
-    nll, correct, brier, confidence = (column.contiguous() for column in data.values.unbind(1))
+def _label_scores(data: Numbers, share: Tensor | None = None) -> tuple[Score, ...]:
+    """Return the scores of guesses with a confidence; each datum has the weight ``share`` (M,) in the ``nll``."""
+    nll, correct, brier, confidence = (column.contiguous() for column in data.values[:, :4].unbind(1))
     inner = torch.arange(1, BINS, dtype=confidence.dtype) / BINS
     bins = torch.nn.functional.one_hot(torch.bucketize(confidence, inner), BINS).to(confidence)
     gap = mean_of_ties(confidence, correct) - confidence
@@ -329,7 +334,7 @@ def _label_scores(data: Numbers) -> tuple[Score, ...]:
     equal = torch.nn.functional.one_hot(parts, BINS).to(confidence)
     absolute = lambda means: means.abs().sum(1)
     return (
-        data.mean("nll", nll),
+        data.mean("nll", nll, share=share),
         data.mean("accuracy", correct, better="higher"),
         data.mean("brier", brier),
         data.mean("ece", (correct - confidence).unsqueeze(1) * bins, absolute, biased=True),

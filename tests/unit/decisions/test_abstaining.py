@@ -95,7 +95,8 @@ def test_numbers_are_wrong_beyond_the_tolerance() -> None:
 
 
 def test_refusals() -> None:
-    data = [classes(100, generator(8))]
+    x, y = classes(100, generator(8))
+    data = [(x, y)]
     with pytest.raises(
         lw.LapwingError, match=r"no threshold bounds the risk by 0.001 .* the smallest bound is 0\.\d"
     ) as e:
@@ -103,6 +104,9 @@ def test_refusals() -> None:
     assert f"{needed(0.001, 0.95)} without an error would do" in str(e.value)
     assert binomial_bound(0, needed(0.001, 0.95), 0.05 / THRESHOLDS) <= 0.001
     assert binomial_bound(0, needed(0.001, 0.95) - 1, 0.05 / THRESHOLDS) > 0.001
+    with pytest.raises(lw.LapwingError, match=r"none bounds it below one\. Give more data") as e:
+        classifier().abstain([(x[:4], (classifier().predict(x[:4]).probs.argmax(1) + 1) % 3)], 0.1)
+    assert "Ask for that risk" not in str(e.value)
     with pytest.raises(lw.LapwingError, match="by is 'variance'; expected one of confidence"):
         classifier().abstain(data, 0.5, by="variance")
     with pytest.raises(lw.LapwingError, match="expected none: an answer is right or wrong"):

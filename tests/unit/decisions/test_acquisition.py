@@ -107,8 +107,27 @@ def test_networks_with_a_noise_for_every_input() -> None:
     assert len(set(chosen.tolist())) == 4
 
 
+def test_a_pair_is_one_batch_with_targets() -> None:
+    posterior, (x, y) = classifier(), classes(20, generator(11))
+    for by in ("batch", "bald"):
+        assert posterior.acquire((x, y), 3, by=by).tolist() == posterior.acquire(x, 3, by=by).tolist()
+
+
+def test_loaders_that_shuffle_are_refused() -> None:
+    """Numbers of rows would be those of one pass."""
+    data = torch.utils.data.TensorDataset(*classes(20, generator(12)))
+    part = lw.samples.Part(data, None, shuffle=True)
+    shuffled = torch.utils.data.DataLoader(data, 7, shuffle=True)
+    whole = torch.utils.data.DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(shuffled.sampler, 7, False))
+    for loader in (shuffled, whole, torch.utils.data.DataLoader(data, 7, sampler=part)):
+        with pytest.raises(lw.LapwingError, match=r"the pool is a loader that shuffles.*shuffle=False"):
+            classifier().acquire(loader, 3)
+
+
 def test_refusals() -> None:
     x, _ = classes(3, generator(10))
+    with pytest.raises(lw.LapwingError, match="samples is 1; expected an integer of at least 2, or zero, or None"):
+        classifier().acquire(x, 2, samples=1)
     with pytest.raises(lw.LapwingError, match="the pool has 3 inputs; expected at least n=4"):
         classifier().acquire(x, 4)
     with pytest.raises(lw.LapwingError, match="the pool has 3 inputs; expected at least n=4"):

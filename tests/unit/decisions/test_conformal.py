@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -148,6 +149,49 @@ def test_one_binary_label_has_sets_of_two_classes() -> None:
     model = nn.Linear(2, 1).double()
     posterior = lw.fit(model, [(x, (y == 0).double())], lw.Bernoulli(), method=lw.Full(), prior=1.0)
     assert posterior.conformal([(x, (y == 0).double())], LEVEL).predict(x[:5]).members.shape == (5, 2)
+
+
+@cache
+def with_unknown() -> lw.Fitted:
+    """The classifier with 255 as the mark of unknown labels."""
+    likelihood = lw.Categorical(ignore_index=255)
+    return lw.fit(classifier().network.model, [classes(40, generator(90))], likelihood, method=lw.Full(), prior=1.0)
+
+
+def test_ignored_labels_are_left_out_of_calibration_groups_and_coverage() -> None:
+    (x, y), (new, labels) = classes(60, generator(17)), classes(50, generator(18))
+    y[::7], labels[3:40:5] = 255, 255
+    kept, known = y != 255, labels != 255
+    whole = with_unknown().conformal([(x, y)], 0.8, groups=noisy(x), score="threshold")
+    part = with_unknown().conformal([(x[kept], y[kept])], 0.8, groups=noisy, score="threshold")
+    assert whole.count == int(kept.sum())
+    for group in (0, 1):
+        assert_close(whole.quantiles[group], part.quantiles[group])
+    batches = [(new[:20], labels[:20]), (new[20:], labels[20:])]
+    inside = part.predict(new).members[known].gather(1, labels[known].unsqueeze(1)).double().flatten()
+    expected = {group: float(inside[noisy(new)[known] == group].mean()) for group in (0, 1)}
+    for found in (part.coverage(batches), whole.coverage(batches, groups=noisy(new))):
+        assert found.by_group == pytest.approx(expected)
+        assert (found.share, found.count) == (pytest.approx(float(inside.mean())), int(known.sum()))
+    with pytest.raises(lw.LapwingError, match="groups is None; expected the group number of each input"):
+        whole.coverage(batches)
+    with pytest.raises(lw.LapwingError, match=r"groups have the shape \(49,\), and the data have more rows"):
+        whole.coverage(batches, groups=noisy(new)[:-1])
+    with pytest.raises(lw.LapwingError, match=r"groups have the shape \(51,\).*expected \(50,\) whole numbers"):
+        whole.coverage(batches, groups=torch.cat([noisy(new), noisy(new[:1])]))
+
+
+def test_group_functions_see_tensors_of_every_batch() -> None:
+    """Of a loader that shuffles, inputs and groups are of the same pass."""
+    (x, y), (new, _) = numbers(60, generator(19)), numbers(13, generator(20))
+    intervals = regressor().conformal([(x, y)], 0.8, groups=noisy)
+    expected = intervals.predict(new)
+    in_batches = [(new[:5], new[:5, :1]), (new[5:], new[5:, :1])]
+    for given in (in_batches, iter(in_batches), new.numpy()):
+        for end, other in zip(intervals.predict(given), expected, strict=True):
+            assert_close(end, other)
+    sets = classifier().conformal([classes(60, generator(21))], 0.8, groups=noisy, score="threshold")
+    assert torch.equal(sets.predict([new[:5], new[5:]]).members, sets.predict(new).members)
 
 
 def test_refusals() -> None:

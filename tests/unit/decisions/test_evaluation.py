@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing import metrics
 from lapwing.decisions.evaluation import Compared
+from lapwing.errors import DataError
 from lapwing.metrics import ScoreInterval
 from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor
 
@@ -143,6 +144,34 @@ def test_scores_of_many_labels(ignored: bool) -> None:
         assert evaluation["nll"].posterior.value == pytest.approx(-float(posterior.predict(x).log_prob(y).mean()))
 
 
+def test_the_nll_is_that_of_the_known_labels_of_an_input_together() -> None:
+    """Every input with a known label counts once, inside each component of a mixture, whatever its batch is."""
+    x = torch.randn(30, 2, dtype=D, generator=generator(16))
+    y = (torch.rand(30, 3, dtype=D, generator=generator(17)) < 0.4).double()
+    y[0, 0] = y[1, 1:] = y[2] = -1
+    posterior = lw.fit(nn.Linear(2, 3).double(), [(x, y)], lw.Bernoulli(ignore_index=-1), method=lw.Diagonal())
+    mixture = posterior.predict(x)
+    parts = torch.stack([torch.where(y == 1, part.probs, 1 - part.probs) for part in mixture.components])
+    joint = parts.masked_fill(y < 0, 1).prod(-1)  # (K, B)
+    expected = -(mixture.weights.to(joint) @ joint).log()[(y >= 0).any(1)].mean()
+    assert len(mixture.components) > 1
+    logits = posterior.network.model(x).detach()
+    plain = torch.where(y == 1, logits, -logits).sigmoid().log().masked_fill(y < 0, 0).sum(1)[(y >= 0).any(1)]
+    for data in ([(x, y)], [(x[i : i + 7], y[i : i + 7]) for i in range(0, 30, 7)]):
+        row = posterior.evaluate(data, resamples=20)["nll"]
+        assert row.posterior.value == pytest.approx(float(expected), rel=1e-9)
+        assert row.plain.value == pytest.approx(-float(plain.mean()), rel=1e-9)
+
+
+def test_soft_targets_are_refused() -> None:
+    x, y = classes(20, generator(18))
+    soft = nn.functional.one_hot(y, 3).double() * 0.7 + 0.1
+    for call in (classifier().evaluate, classifier().conformal, lambda data: classifier().abstain(data, 0.5)):
+        with pytest.raises(DataError, match=r"probabilities of the classes.*expected class numbers.*y\.argmax\(1\)"):
+            call([(x, soft)])
+    assert classifier().ood([(x, soft)]).threshold > 0  # targets are not used
+
+
 def test_counts_have_no_cqm() -> None:
     x = torch.linspace(-1, 1, 40, dtype=D)[:, None]
     y = torch.poisson(x.exp(), generator=generator(9))
@@ -218,6 +247,14 @@ def test_a_difference_in_one_input_decides_nothing() -> None:
     row = evaluation["accuracy"]
     assert row.difference.low <= 0 <= row.difference.high
     assert row.verdict == "undecided"
+
+
+def test_one_input_decides_nothing() -> None:
+    """Every draw has the same input, so that intervals have no width."""
+    x, y = classes(1, generator(19))
+    evaluation = classifier().evaluate([(x, y)], resamples=20)
+    assert {row.verdict for row in evaluation.rows} == {"undecided"}
+    assert evaluation["nll"].difference.low == evaluation["nll"].difference.high != 0
 
 
 def test_a_calibration_error_is_inside_its_interval() -> None:

@@ -58,6 +58,20 @@ def test_targets_are_not_used_and_loaders_are_read() -> None:
     assert_close(one.p_values([x[:9], x[9:13]]), other.p_values(x[:13]))
 
 
+@pytest.mark.parametrize(
+    ("count", "rate", "fewest"),
+    [(2, 1 / 3, 2), (5, 1 / 3, 2), (9, 0.1, 9), (6, 3 / 7, 2), (19, 0.05, 19), (28, 2 / 29, 14)],
+)
+def test_flags_are_p_values_of_at_most_the_rate(count: int, rate: float, fewest: int) -> None:
+    """Also where (n + 1) rate is a whole number, and rounding of the rate could decide."""
+    detector = regressor().ood(numbers(count, generator(7))[0], rate=rate)
+    new = torch.cat([numbers(40, generator(8))[0], torch.full((1, 2), 40.0, dtype=D)])
+    assert torch.equal(detector.flags(new), detector.p_values(new) <= rate)
+    assert bool(detector.flags(new)[-1])
+    with pytest.raises(lw.LapwingError, match=rf"expected at least {fewest} for false alarms"):
+        regressor().ood(new[: fewest - 1], rate=rate)
+
+
 def test_refusals() -> None:
     x, _ = classes(18, generator(6))
     with pytest.raises(lw.LapwingError, match="18 calibration data; expected at least 19 for false alarms at a rate"):

@@ -31,6 +31,15 @@ def test_ignored_labels_are_left_out() -> None:
     assert len(answers(torch.rand(3, 2).softmax(1), y).true) == 2
 
 
+@pytest.mark.parametrize("label", [255, 2, -1])
+def test_labels_that_are_no_class_are_refused(label: int) -> None:
+    y = torch.tensor([0, label, 1])
+    with pytest.raises(DataError, match=r"labels run from .* expected 0\.\.1, or -100 .* y.masked_fill"):
+        answers(torch.rand(3, 2).softmax(1), y)
+    with pytest.raises(DataError, match=r"labels run from .* expected 0\.\.1"):
+        answers(torch.rand(3, 1), y)
+
+
 @pytest.mark.parametrize("shape", [(7,), (7, 1)])
 def test_binary_labels_may_lack_their_dimension(shape: tuple[int, ...]) -> None:
     probs, y = torch.linspace(0.1, 0.9, 7), torch.tensor([0, 1, 0, 1, 0, 1, 1])

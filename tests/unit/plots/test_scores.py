@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lapwing as lw
+from lapwing.decisions.several import Evaluated, Evaluations
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.plots.canvas import PLAIN, POSTERIOR, new_axis
 from tests.unit.plots.test_observed import normal
@@ -117,6 +118,22 @@ def test_evaluations_are_drawn_with_the_plain_network() -> None:
             for one, other in zip(*lines, strict=True):
                 assert one == pytest.approx(other, abs=1e-5)
         assert evaluation.plot().get_legend() is not None
+
+
+def test_a_ranking_of_few_resamples_has_bars() -> None:
+    """All resampled scores may be on one side of the score of the data."""
+    scores = {"nll": lw.metrics.ScoreInterval(1.0, 1.1, 1.3, 0.1)}
+    rows = (Evaluated("one", scores, scores["nll"], 0.1, 2, None),)
+    ax = lw.plots.ranking(Evaluations(rows, "classes", 3, 3, 0.95, 0.95))
+    assert ax.containers[0].lines[2][0].get_segments()[0][:, 0].tolist() == pytest.approx([1.0, 1.3])
+
+
+def test_reliability_of_numbers_names_the_picture_of_these() -> None:
+    x = torch.randn(30, 2)
+    posterior = lw.fit(torch.nn.Linear(2, 1), [(x, x[:, :1])], lw.Gaussian(0.5), prior=1.0)
+    for given in ((posterior.predict(x), x[:, :1]), (posterior.evaluate([(x, x[:, :1])], resamples=2),)):
+        with pytest.raises(UnsupportedError, match=r"use lw\.plots\.intervals"):
+            lw.plots.reliability(*given)
 
 
 def test_a_ranking_has_a_point_for_each_posterior() -> None:

@@ -49,6 +49,9 @@ def test_labels_of_every_channel() -> None:
     draws = predictive.sample(4, torch.Generator().manual_seed(1))
     assert torch.equal(draws, FORM.outputs(flat.sample(4, torch.Generator().manual_seed(1))))
     assert predictive.distribution.batch_shape == (6, 10)
+    known = torch.arange(y.numel()).reshape(y.shape) % 4 > 0
+    likely = torch.where(y == 1, flat.probs, 1 - flat.probs).log().masked_fill(~known, 0).sum(-1)
+    assert_close(predictive.known_log_prob(FORM.outputs(y), FORM.outputs(known)), FORM.labels(likely))
 
 
 def test_standard_errors_of_drawn_functions() -> None:

@@ -65,6 +65,9 @@ def test_every_member_is_that_of_all_rows(kind: str, mixed: bool) -> None:
     for member in LABELS if hasattr(whole, "probs") else NUMBERS:
         assert_close(getattr(parts, member), getattr(whole, member), SOLVED)
     assert_close(parts.log_prob(y), whole.log_prob(y), SOLVED)
+    if hasattr(whole, "known_log_prob"):
+        known = torch.arange(y.numel()).reshape(y.shape) % 3 > 0
+        assert_close(parts.known_log_prob(y, known), whole.known_log_prob(y, known), SOLVED)
     if hasattr(whole, "quantile"):
         for one, other in zip(parts.interval(0.8), whole.interval(0.8), strict=True):
             assert_close(one, other, SOLVED)
