@@ -22,8 +22,9 @@ HELP = "run digits, diabetes and a curve with a gap, and write their tables, a p
 def add_options(parser: ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="folder for the files, made if needed"
-    )
+        "--out", type=Path, default=Path("out"), metavar="FOLDER",
+        help="folder for the files, made if needed (default: out)",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="train once and for ten epochs only, to try it out")
     add_common(parser, device=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import Any
@@ -64,11 +65,30 @@ def run(arguments: Namespace) -> Outcome:
     )  # fmt: skip
     posterior.save(arguments.out)
     described = [data.described, *([] if held_out is None else [held_out.described])]
+    notes = worse_than_chance(posterior)
     facts = {
         "model": arguments.model, "data": data.facts, "validation": None if held_out is None else held_out.facts,
-        "seed": arguments.seed, **facts_of(posterior), "out": arguments.out,
+        "seed": arguments.seed, **facts_of(posterior), "notes": notes,
+        "out": arguments.out,
     }  # fmt: skip
-    return Outcome("\n".join([*described, posterior.summary(), f"Written to {arguments.out}"]), facts)
+    lines = [*described, posterior.summary(), *(f"Note: {note}" for note in notes), f"Written to {arguments.out}"]
+    return Outcome("\n".join(lines), facts)
+
+
+def worse_than_chance(posterior: Fitted) -> list[str]:
+    """Return a note if the network predicts the classes that it was trained on worse than equal probabilities do."""
+    if not posterior.likelihood.has_logits:
+        return []
+    statistics, outputs = posterior.base.statistics, posterior.network.output_shape[-1]
+    each = posterior.likelihood.ignores_common_shift  # one class of several, and not several labels of two
+    nll, count = statistics.loss / (statistics.data * (1 if each else outputs)), outputs if each else 2
+    if nll <= math.log(count):
+        return []
+    return [
+        f"the network predicts the training targets worse than chance (NLL {nll:.3g}, log {count} = "
+        f"{math.log(count):.2f}): are its weights loaded, and are the classes in the order of its outputs? Give their "
+        "order by --classes."
+    ]
 
 
 def facts_of(posterior: Fitted) -> dict[str, Any]:

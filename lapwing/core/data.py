@@ -364,9 +364,12 @@ def _batch(inputs: Inputs, targets: Any, key: str | None = None) -> Batch:
 
 
 def whole_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[Any]:
-    """Return a loader of a data set of single samples; of several processes, each reads its part of it."""
+    """Return a loader of a data set of single samples; of several processes, each reads its part of it.
+
+    A loader draws a seed for workers at every pass, from a generator of its own here: the global one is the user's.
+    """
     part = None if processes.alone else Part(dataset, processes.group)  # type: ignore[arg-type]
-    return DataLoader(dataset, BATCH, sampler=part)
+    return DataLoader(dataset, BATCH, sampler=part, generator=torch.Generator())
 
 
 def digest(batch: Batch) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.memory import gathered, refuse_beyond, runs
@@ -72,10 +73,8 @@ class FunctionGaussian:
     def __post_init__(self) -> None:
         if not isinstance(self.mean, Tensor) or not isinstance(self.covariance, Tensor | Deferred):
             raise DataError(f"mean is {seen(self.mean)}, covariance {seen(self.covariance)}; expected two tensors.")
-        last = self._outputs_last(self.mean).shape
-        shape = (*self.mean.shape, *self.mean.shape) if self.joint else (*last, last[-1])
-        if isinstance(self.covariance, Tensor) and self.covariance.shape != shape:
-            raise DataError(f"covariance has the shape {tuple(self.covariance.shape)}; expected {shape}.")
+        if isinstance(self.covariance, Tensor) and self.covariance.shape != self._cov_shape:
+            raise DataError(f"covariance has the shape {tuple(self.covariance.shape)}; expected {self._cov_shape}.")
 
     def __repr__(self) -> str:
         """Return the shape in a line; the numbers are in the members."""
@@ -115,6 +114,11 @@ class FunctionGaussian:
         stack = lambda part: lambda: join([part(belief) for belief in beliefs])
         deferred = Deferred(stack(lambda b: b.variance), stack(lambda b: b.cov), stack(lambda b: b.centred_variance))
         return cls(torch.stack([belief.mean for belief in beliefs]), deferred)
+
+    @property
+    def _cov_shape(self) -> tuple[int, ...]:
+        last = self._outputs_last(self.mean).shape
+        return (*self.mean.shape, *self.mean.shape) if self.joint else (*last, last[-1])
 
     def _outputs_last(self, t: Tensor) -> Tensor:
         """Return values in the shape of the mean with the outputs of a datum last."""
@@ -170,8 +174,20 @@ class FunctionGaussian:
         return self if factor == 1 else replace(self.widened(factor**2), mean=factor * self.mean)
 
     def widened(self, factor: float) -> FunctionGaussian:
-        """Return the belief with its covariance times ``factor``, around the same mean."""
-        return self if factor == 1 else replace(self, covariance=factor * self.covariance)
+        """Return the belief with its covariance times ``factor``, around the same mean.
+
+        A factor of zero leaves no graph: the slope of a standard deviation at zero is infinite, and 0 * inf is NaN.
+        """
+        if factor == 1:
+            return self
+        return replace(self, covariance=factor * self.covariance if factor else self._no_covariance())
+
+    def _no_covariance(self) -> Tensor | Deferred:
+        """Return a covariance of zeros, which has no graph."""
+        if isinstance(self.covariance, Tensor):
+            return torch.zeros_like(self.covariance)
+        each = lambda: torch.zeros_like(self.mean)
+        return Deferred(each, lambda: self.mean.new_zeros(self._cov_shape), each)
 
     @property
     def marginal(self) -> FunctionGaussian:
@@ -226,10 +242,34 @@ class FunctionGaussian:
 
 
 def psd_root(matrix: Tensor) -> Tensor:
-    """Return L with L Lᵀ = matrix for a positive semi-definite matrix; negative rounding becomes zero."""
-    values, vectors = eigh(matrix.double())
-    _refuse_below(values, -ROUNDING * values.abs().amax(-1, keepdim=True), "eigenvalue")
-    return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).to(matrix.dtype)
+    """Return the symmetric root R with R R = matrix of a positive semi-definite matrix; negative rounding becomes zero.
+
+    It has a gradient where eigenvalues repeat, which eigenvectors do not have.
+    """
+    return _SymmetricRoot.apply(matrix.double()).to(matrix.dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SymmetricRoot(torch.autograd.Function):
+    """R = V diag(s) Vᵀ with the slope dR = V [(Vᵀ dA V)_ij / (s_i + s_j)] Vᵀ, from dR R + R dR = dA.
+
+    The slope is zero between two directions without variance: where dA changes none of them, that is exact.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        values, vectors = eigh(matrix)
+        _refuse_below(values, -ROUNDING * values.abs().amax(-1, keepdim=True), "eigenvalue")
+        roots = values.clamp_min(0).sqrt()
+        ctx.save_for_backward(roots, vectors)
+        return (vectors * roots.unsqueeze(-2)) @ vectors.mT
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, slope: Tensor) -> Tensor:  # type: ignore[override]
+        roots, vectors = ctx.saved_tensors
+        sums = roots.unsqueeze(-1) + roots.unsqueeze(-2)
+        turned = vectors.mT @ slope @ vectors
+        return vectors @ torch.where(sums > 0, turned / sums, 0.0) @ vectors.mT  # type: ignore[no-any-return]
 
 
 def _without_negative_rounding(variance: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -11,9 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.gaussian import FunctionGaussian, normal_rule
+from lapwing.core.inputs import wants_slopes
+from lapwing.core.slopes import isolated
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.modules.shared import PosteriorModule, captured
+from lapwing.networks.forward import refuse_training_mode
 from lapwing.networks.network import Network
 from lapwing.predictives.links import bridge, paired, probit_of
 
@@ -30,11 +35,14 @@ class Component:
     weight: float
 
 
-class ClosedForm(nn.Module):
+class ClosedForm(PosteriorModule):
     """The features of the model, quadratic forms in them, and the links of a likelihood.
 
+    A call that runs, and is not exported, refuses a model that is in training mode or has other weights than at the
+    fit. Its results are differentiable in the inputs alone: ``backward`` writes nothing to the weights.
+
     Args:
-        model: The network, which is shared and not copied.
+        fitted: The fitted posterior, whose model is shared and not copied.
         head: Its last linear layer; None if there is no spread, and no features are needed.
         forms: The covariance of the outputs under every belief, given the features.
         components: What the predictive is averaged from.
@@ -47,27 +55,32 @@ class ClosedForm(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        fitted: Any,
         head: nn.Module | None,
         forms: Sequence[nn.Module],
         components: Sequence[Component],
         shift: Tensor | None,
         returns: str,
     ) -> None:
-        super().__init__()
-        self.model, self.head, self.forms = model, head, nn.ModuleList(forms)
-        self.components, self.returns = tuple(components), returns
+        super().__init__(fitted, returns)
+        self.head, self.forms, self.components = head, nn.ModuleList(forms).eval(), tuple(components)
         self.register_buffer("shift", shift)
-        dtype = reduce(torch.promote_types, (p.dtype for p in model.parameters()), torch.float32)
+        dtype = reduce(torch.promote_types, (p.dtype for p in self.model.parameters()), torch.float32)
         weights = torch.tensor([each.weight for each in components], dtype=torch.float64)
         self.register_buffer("weights", weights.to(dtype))
-        self.eval()
-
-    def train(self, mode: bool = True) -> ClosedForm:
-        """Stay in evaluation mode, whatever ``mode`` is: a posterior belongs to the trained network."""
-        return super().train(False)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        if captured():
+            refuse_training_mode(self.model)
+            return self._computed(inputs, named)
+        self.refuse_changed()
+        given = inputs, named
+        with nullcontext() if wants_slopes(given) else torch.no_grad():
+            results = isolated(lambda given: _listed(self._computed(*given)), given)
+        return results if self.returns == "moments" else results[0]
+
+    def _computed(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """Return what was asked for, in the shape that the model returns."""
         features: list[Tensor] = []
         hook = lambda _, given: features.append(given[0])
         handle = None if self.head is None else self.head.register_forward_pre_hook(hook)
@@ -76,7 +89,7 @@ class ClosedForm(nn.Module):
         finally:
             if handle is not None:
                 handle.remove()
-        raw = out if isinstance(out, Tensor) else out["logits"] if isinstance(out, dict) else out.logits
+        raw = self.raw(out)
         mean = raw.unsqueeze(-1) if raw.ndim == 1 else raw
         a = features[-1] if features else mean
         if self.head is not None and self.head.bias is not None:
@@ -127,8 +140,14 @@ class ClosedForm(nn.Module):
 
 def _scaled(component: Component, mean: Tensor, covs: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return mean and covariance of the logits over the link's temperature."""
-    factor = 1 / component.likelihood.link_temperature
-    return factor * mean, (component.scale * factor**2) * covs[component.belief]
+    factor, cov = 1 / component.likelihood.link_temperature, covs[component.belief]
+    if not component.scale:  # without a graph: the slope of a standard deviation at zero is infinite
+        return factor * mean, torch.zeros_like(cov)
+    return factor * mean, (component.scale * factor**2) * cov
+
+
+def _listed(results: Any) -> Sequence[Tensor]:
+    return [results] if isinstance(results, Tensor) else results  # type: ignore[no-any-return]
 
 
 def _pairwise(mean: Tensor, cov: Tensor) -> Tensor:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lapwing.core.inputs import call
 from lapwing.core.settings import one_of
 from lapwing.errors import UnsupportedError
 from lapwing.modules.closed_form import ClosedForm, Component, head_of, obstacles
 from lapwing.modules.quadratic import NoForm, quadratic_form
+from lapwing.modules.shared import PosteriorModule
 
 RETURNS = ("logits", "probs", "moments")
 
 
-class Predicting(nn.Module):
+class Predicting(PosteriorModule):
     """A module that returns what the model returned, with the uncertainty of a posterior inside.
 
     Args:
@@ -26,13 +27,8 @@ class Predicting(nn.Module):
     """
 
     def __init__(self, fitted: Any, returns: str, why: str) -> None:
-        super().__init__()
-        self.model, self.fitted, self.returns, self.why = fitted.network.model, fitted, returns, why
-        self.eval()
-
-    def train(self, mode: bool = True) -> Predicting:
-        """Stay in evaluation mode, whatever ``mode`` is: a posterior belongs to the trained network."""
-        return super().train(False)
+        super().__init__(fitted, returns)
+        self.fitted, self.why = fitted, why
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
@@ -46,8 +42,7 @@ class Predicting(nn.Module):
         x = named if named else inputs[0] if len(inputs) == 1 else inputs
         predictive = self.fitted.predict(x)
         with torch.no_grad():
-            out = call(self.model, x)
-        raw = out if isinstance(out, Tensor) else out["logits"] if isinstance(out, dict) else out.logits
+            raw = self.raw(call(self.model, x))
         shaped = lambda values: values.reshape(raw.shape) if values.numel() == raw.numel() else values
         if self.returns == "moments":
             return tuple(map(shaped, _moments(self.fitted, predictive, x)))
@@ -75,17 +70,18 @@ def module_of(fitted: Any, returns: str) -> ModuleOf:
     """Return a fitted posterior as a module: in closed form where it has one."""
     one_of(RETURNS).check("returns", returns)
     posterior, network = fitted.posterior, fitted.network
-    if returns == "probs" and fitted.likelihood.noise_variance is not None:
-        raise UnsupportedError("returns is 'probs', and a regression has none; expected 'logits' or 'moments'.")
+    if returns == "probs" and not fitted.likelihood.has_logits:
+        kind = "a regression" if fitted.likelihood.noise_variance is not None else type(fitted.likelihood).__name__
+        raise UnsupportedError(f"returns is 'probs', and {kind} has none; expected 'logits' or 'moments'.")
     components, members = _components(posterior)
     why = obstacles(network, components)
     if why:
         return Predicting(fitted, returns, "; ".join(why))
     if not any(component.scale for component in components):
-        return ClosedForm(network.model, None, [NoForm() for _ in members], components, None, returns)
+        return ClosedForm(fitted, None, [NoForm() for _ in members], components, None, returns)
     forms = [quadratic_form(each, network) if each.linearised else NoForm() for each in members]
     shift = None if network.shift is None else network.layout[0].arrange(network.selection.split(network.shift))[0]
-    return ClosedForm(network.model, head_of(network), forms, components, shift, returns)
+    return ClosedForm(fitted, head_of(network), forms, components, shift, returns)
 
 
 def _components(posterior: Any) -> tuple[list[Component], list[Any]]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
+from lapwing.cli.fit import worse_than_chance
 from tests.unit.cli.conftest import FITTED, Ran
 
 Run = Callable[..., Ran]
@@ -69,6 +70,41 @@ def test_prior_subset_and_seed(run: Run, tmp_path: Path) -> None:
 
 def test_advice_names_options(run: Run, tmp_path: Path) -> None:
     assert "would calibrate this posterior: --validation DATA." in run(f"{FIT} --out {tmp_path / 'net'}").out
+
+
+def nll_of(note: str) -> float:
+    return float(note.partition("(NLL ")[2].partition(",")[0])
+
+
+def test_a_network_that_is_worse_than_chance_is_noted(run: Run, folder: Path, tmp_path: Path) -> None:
+    """Texts of classes in another order than the network's outputs; the figures are those of the training data."""
+    words = f"fit {FITTED} --data train.csv --target kind --drop id --likelihood classification --prior 2"
+    right = run(f"{words} --out {tmp_path / 'a'}", "--json").facts
+    assert right["notes"] == []
+    ran = run(f"{words} --classes dog,bird,cat --out {tmp_path / 'b'}")
+    x, y = tensors(folder / "train.npz")
+    nll = nn.functional.cross_entropy(classifier(folder)(x), torch.tensor([1, 2, 0])[y]).item()
+    assert nll > np.log(3)
+    (note,) = [line for line in ran.out.splitlines() if "chance" in line]
+    assert note.startswith("Note: the network predicts the training targets worse than chance (NLL ")
+    assert nll_of(note) == pytest.approx(nll, rel=0.005)  # three digits
+    assert ", log 3 = 1.10): are its weights loaded" in note
+    assert note.endswith("Give their order by --classes.")
+
+
+def test_labels_of_two_classes_have_the_chance_of_one_half() -> None:
+    x = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+    net = nn.Linear(2, 2)
+    with torch.no_grad():
+        net.weight.copy_(5 * torch.eye(2))
+        net.bias.zero_()
+    fitted = lambda y: lw.fit(net, [(x, y.float())], "multilabel", prior=2.0)
+    assert worse_than_chance(fitted(x > 0)) == []
+    (note,) = worse_than_chance(fitted(x < 0))
+    nll = nn.functional.binary_cross_entropy_with_logits(net(x), (x < 0).float()).item()
+    assert nll_of(note) == pytest.approx(nll, rel=0.005)
+    assert "log 2 = 0.69" in note
+    assert worse_than_chance(lw.fit(net, [(x, -x)], lw.Gaussian(noise_std=0.1), prior=2.0)) == []
 
 
 @pytest.mark.parametrize(

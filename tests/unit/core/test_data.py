@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.core.inputs import call, map_tensors, tensors_in
 from lapwing.errors import DataError
@@ -34,6 +37,18 @@ def test_one_pair_of_tensors_is_one_batch() -> None:
 
 def test_two_batches_in_a_tuple_are_two_batches() -> None:
     assert [len(y) for _, y in batches(((X[:2], Y[:2]), (X[2:], Y[2:])))] == [2, 3]
+
+
+def test_a_pass_over_a_data_set_leaves_the_global_random_numbers() -> None:
+    """PyTorch's loader draws a seed at every pass."""
+    model, dataset = nn.Linear(3, 5), TensorDataset(X, Y)
+    before = torch.get_rng_state()
+    assert torch.equal(batches(dataset)[0][0], X)
+    posterior = lw.fit(model, dataset, "classification", prior=2.0)
+    posterior.predict(dataset)
+    posterior.evaluate(dataset)
+    copy.deepcopy(Data(dataset, CPU))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("key", ["labels", "label", "targets", "target", "y"])

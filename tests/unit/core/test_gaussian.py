@@ -137,3 +137,34 @@ def test_joint_draws_of_too_many_outputs_are_refused() -> None:
     belief = FunctionGaussian.across(torch.zeros(size, 1), torch.zeros(1).expand(size, 1, size, 1))
     with lw.memory.limited("1MiB"), pytest.raises(UnsupportedError, match="20000 outputs together"):
         belief.sample(1)
+
+
+def test_no_spread_has_no_graph() -> None:
+    """0 * V in the graph would have the slope 0 * inf at sqrt(0)."""
+    mean = torch.randn(B, C, dtype=D, requires_grad=True)
+    cov = covariance(B, C).requires_grad_()
+    diagonal = lambda: cov.diagonal(dim1=-2, dim2=-1)
+    for whole in (cov, Deferred(diagonal, lambda: cov, diagonal), Deferred(diagonal, lambda: cov)):
+        none = FunctionGaussian(mean, whole).widened(0)
+        for part in (none.variance, none.centred_variance, none.std, none.cov):
+            assert not part.requires_grad
+            assert float(part.abs().max()) == 0
+        assert none.cov.shape == cov.shape
+        assert none.mean is mean
+
+
+def test_slopes_of_draws_where_eigenvalues_repeat() -> None:
+    """Against finite differences, at equal eigenvalues and, along changes that keep the rank, at a singular matrix."""
+    draw = lambda cov: FunctionGaussian(torch.zeros(cov.shape[:2], dtype=D), cov).sample(
+        5, torch.Generator().manual_seed(0)
+    )
+    around = torch.randn(B, 4, 4, dtype=D)
+    same = lambda t: torch.eye(4, dtype=D) + t * (around + around.mT)
+    thin = torch.randn(B, 4, 2, dtype=D)
+    singular = lambda t: (thin + t * around[..., :2]) @ (thin + t * around[..., :2]).mT
+    t = torch.zeros((), dtype=D, requires_grad=True)
+    for cov in (same, singular):
+        (slope,) = torch.autograd.grad(draw(cov(t)).sin().sum(), t)
+        step = 1e-4
+        up, down = (float(draw(cov(torch.tensor(h, dtype=D))).sin().sum()) for h in (step, -step))
+        assert float(slope) == pytest.approx((up - down) / (2 * step), rel=1e-4)

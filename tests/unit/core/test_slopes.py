@@ -105,6 +105,33 @@ def test_a_mixture_has_slopes() -> None:
     assert torch.autograd.gradcheck(lambda x: posterior.function_samples(x, 7, draws()), (points(),), fast_mode=True)
 
 
+TARGETS = {
+    "binary": (X[:, :1] > 0).to(D),
+    "multilabel": (X[:, :OUTPUTS] > 0).to(D),
+    "counts": torch.arange(ROWS)[:, None] % 3,
+    "classification": torch.arange(ROWS) % 3,
+}
+
+
+@pytest.mark.parametrize("likelihood", TARGETS)
+def test_default_fits_have_slopes(likelihood: str) -> None:
+    """Their mixture holds the plain network, which has no spread: sqrt(0) must not give NaN."""
+    torch.manual_seed(2)
+    targets = TARGETS[likelihood]
+    outputs = 3 if targets.ndim == 1 else targets.shape[1]
+    model = nn.Sequential(nn.Linear(INPUTS, UNITS), nn.Tanh(), nn.Linear(UNITS, outputs)).double()
+    posterior = lw.fit(model, [(X, targets)], likelihood)
+    assert any(cell.scale == 0 for cell in posterior.posterior.cells)
+    members = ("probs",) if likelihood != "counts" else ("mean", "std")
+
+    def results(x: Tensor) -> tuple[Tensor, ...]:
+        p = posterior.predict(x)
+        entropies = p.entropy, p.mutual_information
+        return *entropies, p.log_prob(targets[:NEW]), *(getattr(p, member) for member in members)
+
+    assert torch.autograd.gradcheck(results, (points(),), fast_mode=True)
+
+
 def test_pieces_within_the_byte_budget_keep_the_graph() -> None:
     posterior = fitted("tanh", lw.Kron())
     slopes = []

@@ -112,7 +112,7 @@ def test_a_plain_evaluation_loop() -> None:
     posterior = closed("kron")
     module = posterior.as_module()
     module.train()
-    assert not any(each.training for each in module.modules())
+    assert not module.training
     loss, right = 0.0, 0
     with torch.no_grad():
         for x, y in zip(X.split(7), LABELS.split(7), strict=True):
@@ -153,3 +153,89 @@ def test_wrong_calls_are_refused() -> None:
         closed("kron").as_module("variance")
     with pytest.raises(lw.errors.UnsupportedError, match="regression has none"):
         closed("regression").as_module("probs")
+    counts = lw.fit(net(2), [(X, LABELS[:, None].expand(-1, 2))], "counts", prior=2.0)
+    with pytest.raises(lw.errors.UnsupportedError, match="Poisson has none; expected 'logits' or 'moments'"):
+        counts.as_module("probs")
+    spread = lw.fit(net(2), [(X, NUMBERS[:, :1])], "heteroscedastic", prior=2.0)
+    with pytest.raises(lw.errors.UnsupportedError, match="has none; expected 'logits' or 'moments'"):
+        spread.as_module("probs")
+
+
+@pytest.mark.parametrize("weights", [lw.last_layer, lw.all_weights])
+def test_the_mode_of_the_model_is_left_to_its_user(weights: Any) -> None:
+    model = net(CLASSES).train()
+    posterior = lw.fit(model, [(X, LABELS)], "classification", prior=0.5, weights=weights)
+    for call in (lambda m: m, lambda m: m.train(), lambda m: m.eval(), lambda m: m(Z)):
+        problems.unchanged(model, lambda call=call: call(posterior.as_module()))
+        assert all(each.training for each in model.modules())
+
+
+@pytest.mark.parametrize("weights", [lw.last_layer, lw.all_weights])
+def test_a_model_in_training_mode_or_with_other_weights_is_refused(weights: Any) -> None:
+    torch.manual_seed(3)
+    layers = nn.Linear(INPUTS, UNITS), nn.BatchNorm1d(UNITS), nn.Dropout(0.5), nn.Linear(UNITS, CLASSES)
+    model = nn.Sequential(*layers).eval()
+    module = lw.fit(model, [(X, LABELS)], "classification", prior=0.5, weights=weights).as_module()
+    before = module(Z)
+    model.train()
+    random = torch.get_rng_state()
+
+    def refused(match: str) -> None:
+        with pytest.raises(lw.errors.ModelError, match=match):
+            module(Z)
+
+    problems.unchanged(model, lambda: refused("is in training mode; expected evaluation mode"))
+    assert torch.equal(torch.get_rng_state(), random)
+    if weights is lw.last_layer:
+        with pytest.raises(lw.errors.ModelError, match="is in training mode"):
+            torch.export.export(module, (Z,))
+    model.eval()
+    assert_near(module(Z), before, 0.0)
+    with torch.no_grad():
+        layers[0].weight[0, 0] += 0.1
+    refused("'0.weight' has changed since the fit")
+
+
+@pytest.mark.parametrize("name", ["default", "held-out data", "plain network", "labels", "regression"])
+def test_backward_reaches_the_inputs_alone(name: str) -> None:
+    """The slopes are those of predict, also where the mixture holds the plain network, without spread."""
+    many = lambda: lw.fit(net(2), [(X, (X[:, :2] > 0).float())], "multilabel", **LAST)
+    posterior = many() if name == "labels" else closed(name)
+    model, (ours, theirs) = posterior.network.model, (Z.clone().requires_grad_() for _ in range(2))
+    module = posterior.as_module()
+    problems.unchanged(model, lambda: module(ours).sin().sum().backward())
+    predictive = posterior.predict(theirs)
+    probs = getattr(predictive, "probs", predictive.mean)
+    logits = probs.logit() if name == "labels" else probs if name == "regression" else probs.log()
+    logits.sin().sum().backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert_near(ours.grad, theirs.grad, 1e-4 * float(theirs.grad.abs().max()))
+    assert not module(Z).requires_grad
+
+
+class Heads(nn.Module):
+    """Two heads, of which none is named logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.a, self.b = nn.Linear(INPUTS, UNITS), nn.Linear(UNITS, CLASSES), nn.Linear(UNITS, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.body(x).tanh()
+        return {"a": self.a(h), "b": self.b(h)}
+
+
+@pytest.mark.parametrize("weights", [lw.last_layer, lw.all_weights])
+def test_one_of_several_outputs(weights: Any) -> None:
+    posterior = lw.fit(Heads(), [(X, LABELS)], "classification", output="a", prior=0.5, weights=weights)
+    module = posterior.as_module("probs")
+    assert isinstance(module, Predicting if weights is lw.all_weights else ClosedForm)
+    assert_near(module(Z), posterior.predict(Z).probs, LIMIT)
+
+
+def test_a_cast_copy_may_differ_by_rounding() -> None:
+    module = closed("kron").as_module("probs")
+    cast = copy.deepcopy(module).to(torch.bfloat16)
+    assert_near(cast(Z.bfloat16()).float(), module(Z), 0.05)
