@@ -1,0 +1,51 @@
+"""What MkDocs does not do by itself: files outside docs/ in the site, and formulas that need no script.
+
+Links such as ``../CONTRIBUTING.md`` and ``../benchmarks/results/links.txt`` lead out of docs/. MkDocs knows files below
+docs/ alone: these are added to it under the same path without the dots, and the links are changed to them. Formulas
+become MathML, which browsers show by themselves, so that the site works offline.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+RESULTS = "benchmarks/results/*.txt"
+SOURCES = "docs/tutorials/*.py"
+OUT_OF_DOCS = re.compile(
+    r"\]\((?P<up>(?:\.\./)+)(?P<path>(?:benchmarks/results/|CONTRIBUTING|CHANGELOG|LICENSE)[^)]*)\)"
+)
+FORMULA = re.compile(r'<(div|span) class="arithmatex">\\[\[(](?P<tex>.*?)\\[\])]</\1>', re.DOTALL)
+INTO_DOCS = re.compile(r"\]\(docs/(?P<path>[^)]+)\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files from outside docs/."""
+    for path in sorted([*(ROOT / name for name in PAGES), *ROOT.glob(RESULTS)]):
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    for path in sorted(ROOT.glob(SOURCES)):
+        files.append(File.generated(config, path.relative_to(ROOT / "docs").as_posix(), abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Change links that lead out of docs/, and those of a page from outside that lead into it."""
+    depth = page.file.src_uri.count("/")
+    inside = OUT_OF_DOCS.sub(lambda link: f"]({'../' * depth}{link['path']})", markdown)
+    return INTO_DOCS.sub(lambda link: f"]({link['path']})", inside) if page.file.src_uri in PAGES else inside
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Replace formulas by MathML."""
+    return FORMULA.sub(lambda found: _formula(html.unescape(found["tex"]), found[1] == "div"), content)
+
+
+def _formula(tex: str, block: bool) -> str:
+    return convert(tex, display="block" if block else "inline")
