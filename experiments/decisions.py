@@ -13,9 +13,8 @@ from torch import Tensor
 from experiments.decision_tasks import CLASSES, Simulated, simulated
 from experiments.engine.contract import Record
 from experiments.options import Progress
-from lapwing.core.random import uniform
 from lapwing.decisions.abstaining import tested
-from lapwing.decisions.conformal import class_scores, conformal_quantile, number_scale
+from lapwing.decisions.conformal import class_scores, conformal_quantile, number_scale, row_shares
 from lapwing.decisions.strange import SCORES, Detector, scores_of
 from lapwing.demo.training import Recipe
 from lapwing.errors import LapwingError
@@ -90,8 +89,8 @@ class Decisions:
         predictive = task.posterior.predict([task.x])
         if name in CLASSES:
             for score in ("adaptive", "threshold"):
-                shares = uniform((len(task.x), 1), torch.Generator().manual_seed(0), predictive.class_probs)
-                each = class_scores(score, predictive.class_probs, shares).double()
+                probs = predictive.class_probs
+                each = class_scores(score, probs, row_shares(probs, 0)).double()
                 own = each.gather(1, task.y.unsqueeze(1)).squeeze(1)
                 yield score, self._covered(own, lambda q, rows, each=each: (each[rows] <= q).double().sum(1).mean())
             return
