@@ -10,7 +10,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lapwing
 from experiments.engine.values import SettingsError, built, hints, parsed, read_toml
 
 WHERE = ("data_dir", "device", "workers")  # settings that say where a run takes place, not what it measures
@@ -77,8 +76,12 @@ def digest(experiment: Any) -> str:
 
 
 def code_version(experiment: Any) -> str:
-    """Return the version of the code that makes the numbers: of Lapwing and of the experiment."""
-    return f"lapwing {lapwing.__version__}, {experiment.name} {getattr(experiment, 'version', 1)}"
+    """Return the version of the code that makes the numbers, which the experiment's author raises when they change.
+
+    The version of Lapwing is stored with the machine. It is no part of this: a release that changes no number of an
+    experiment leaves its stored units as they are.
+    """
+    return f"{experiment.name} {getattr(experiment, 'version', 1)}"
 
 
 def _split(option: str) -> tuple[str, str]:

@@ -67,6 +67,6 @@ def test_numbers_that_are_not_finite_have_no_hash() -> None:
 
 
 def test_the_code_version_names_the_experiment_and_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert code_version(Toy()).endswith("toy 1")
+    assert code_version(Toy()) == "toy 1"
     monkeypatch.setattr(Toy, "version", 4, raising=False)
-    assert code_version(Toy()).endswith("toy 4")
+    assert code_version(Toy()) == "toy 4"
