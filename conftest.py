@@ -21,7 +21,8 @@ for accelerator in (torch.cuda, torch.xpu, torch.mtia):
         accelerator.manual_seed_all = lambda seed: None
 
 # Examples of modules that need a package of the integrations run where it is installed.
-collect_ignore = [f"lapwing/{name}.py" for name in ("lightning", "botorch") if find_spec(name) is None]
+modules = {"lightning": "lapwing/lightning.py", "botorch": "lapwing/botorch"}
+collect_ignore = [path for package, path in modules.items() if find_spec(package) is None]
 
 gc.disable()  # while tests are collected: all that is made then stays
 

@@ -17,9 +17,12 @@ from botorch.models.transforms.input import Normalize
 from botorch.models.transforms.outcome import Standardize
 from botorch.optim import optimize_acqf
 from botorch.sampling import SobolQMCNormalSampler
+from torch.distributions import MultivariateNormal
 
 import lapwing as lw
 from lapwing.botorch import LapwingModel, surrogate, thompson
+from lapwing.botorch.surrogate import LENGTHS, UNITS, VARIANCES, candidate
+from lapwing.errors import DataError, UnsupportedError
 from tests.tolerances import SOLVED, assert_close
 
 DT = torch.float64
@@ -104,6 +107,44 @@ def test_the_surrogate_knows_where_it_knows_and_finds_the_maximum() -> None:
     point, value = optimize_acqf(PosteriorMean(model), BOUNDS, q=1, num_restarts=3, raw_samples=32)
     assert float(value) >= float(far.mean.max()) - 1e-6
     assert float((point - 0.3).norm()) < 0.1
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_surrogate_is_the_exact_posterior_of_its_features(outputs: int) -> None:
+    """Against a Gaussian process with the kernel of the features, for the candidate with the largest evidence."""
+    x, noise, y = 2 * X - 1, 0.1, generated(ROWS, outputs, seed=8)
+    y = (y - y.mean(0)) / y.std(0)
+    normal = lambda kernel: MultivariateNormal(torch.zeros(ROWS, dtype=DT), kernel + noise**2 * torch.eye(ROWS))
+    scores = {}
+    for length in LENGTHS:
+        drawn = torch.randn(UNITS, INPUTS, dtype=DT, generator=torch.Generator().manual_seed(5))
+        frequencies = drawn / (length * 2 * INPUTS**0.5)
+        for variance in VARIANCES:
+            kernel = variance * (1 + ((x[:, None] - x) @ frequencies.T).cos().mean(-1))
+            scores[length, variance] = float(normal(kernel).log_prob(y.T).sum()), frequencies
+    (_, variance), (evidence, frequencies) = max(scores.items(), key=lambda item: item[1][0])
+    best = candidate(x, y, noise, torch.Generator().manual_seed(5))
+    assert_close(best.frequencies, frequencies)
+    assert best.log_evidence == pytest.approx(evidence, rel=1e-9)
+    assert best.variance == pytest.approx(float(variance))
+
+    model = surrogate(X, y, BOUNDS, noise_std=noise, generator=torch.Generator().manual_seed(5))
+    assert float(model.fitted.log_evidence().detach()) == pytest.approx(evidence, rel=1e-8)
+    new = generated(4, INPUTS, seed=9)
+    kernel = lambda a, b: variance * (1 + (2 * (a[:, None] - b) @ frequencies.T).cos().mean(-1))
+    gain = torch.linalg.solve(kernel(X, X) + noise**2 * torch.eye(ROWS), kernel(X, new)).T
+    posterior = model.posterior(new)
+    assert_close(posterior.mean, gain @ y, SOLVED)
+    cov = kernel(new, new) - gain @ kernel(X, new)
+    assert_close(posterior.variance, cov.diagonal()[:, None].expand(-1, outputs), SOLVED)
+
+
+def test_surrogates_refuse_data_that_say_nothing() -> None:
+    for y, text in ((torch.ones(ROWS, 1), "are equal"), (torch.full((ROWS, 1), torch.nan), "not finite")):
+        with pytest.raises(DataError, match=text):
+            surrogate(X, y, BOUNDS)
+    with pytest.raises(UnsupportedError, match="noise_std"):
+        surrogate(X, bowl(X), BOUNDS, noise_std=0.0)
 
 
 def test_surrogate_and_thompson_depend_on_their_generator_alone() -> None:

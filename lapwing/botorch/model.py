@@ -1,48 +1,28 @@
-"""Bayesian optimisation with BoTorch: a fitted posterior as a model, and functions drawn from it.
-
-Needs BoTorch: ``pip install 'lapwing[integrations]'``. Nothing else in the package imports this module.
-"""
+"""A fitted posterior as a BoTorch model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
+from botorch.models.deterministic import GenericDeterministicModel
+from botorch.models.model import Model
+from botorch.models.transforms.input import InputTransform
+from botorch.models.transforms.outcome import OutcomeTransform
+from botorch.posteriors.gpytorch import GPyTorchPosterior
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from linear_operator import to_linear_operator
 from torch import Tensor, nn
 
-from lapwing.api import fit, train
-from lapwing.core.random import derived_generator, global_seed, uniform
 from lapwing.core.settings import Rule, require_integer
 from lapwing.core.slopes import isolated
-from lapwing.errors import DataError, UnsupportedError
+from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
-from lapwing.likelihoods.gaussian import Gaussian
-from lapwing.methods.kernel_space import KernelSpace
 from lapwing.networks.directional import outputs_along
 from lapwing.posteriors.protocols import HasWeightSamples, required
-from lapwing.priors import per_layer
-from lapwing.training.recipe import classic
-from lapwing.tuners.linear_mode import LinearMode
-
-try:
-    from botorch.models.deterministic import GenericDeterministicModel
-    from botorch.models.model import Model
-    from botorch.models.transforms.input import InputTransform, Normalize
-    from botorch.models.transforms.outcome import OutcomeTransform, Standardize
-    from botorch.optim import optimize_acqf
-    from botorch.posteriors.gpytorch import GPyTorchPosterior
-    from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-    from linear_operator import to_linear_operator
-except ImportError as error:
-    raise ImportError(
-        "lapwing.botorch needs the package botorch, which is not installed: pip install 'lapwing[integrations]'."
-    ) from error
 
 TOGETHER = 128  # inputs whose joint covariance is computed at once; only its blocks on the diagonal are kept
-UNITS = 32  # of the network that ``surrogate`` trains
-CYCLES = 10  # of its training: 20 steps of L-BFGS and one update of the precisions each
 FITTED = Rule("a fitted posterior from lw.fit, lw.train or lw.load", lambda value: isinstance(value, Fitted))
 
 
@@ -237,89 +217,3 @@ class LapwingModel(Model):  # type: ignore[misc]
         if hasattr(self, "outcome_transform"):
             drawn = self.outcome_transform.untransform(drawn, X=X)[0]
         return drawn
-
-
-def thompson(
-    model: LapwingModel,
-    bounds: Tensor,
-    n: int,
-    *,
-    num_restarts: int = 4,
-    raw_samples: int = 128,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Return n points (n, d), each the maximum of a function drawn from the posterior: batch Thompson sampling.
-
-    Args:
-        model: A model with one output.
-        bounds: The lower and upper bounds of the inputs, (2, d).
-        n: The number of points.
-        num_restarts: From how many points the gradient climbs.
-        raw_samples: Among how many random points those are chosen.
-        generator: The source of the functions and of the random points; the global generator if None.
-
-    Raises:
-        UnsupportedError: If the model has several outputs, or its method has no function draws.
-    """
-    if model.num_outputs != 1:
-        raise UnsupportedError(f"the model has {model.num_outputs} outputs; expected one to maximise.")
-    paths, points, starts = model.paths(n, generator), [], derived_generator(generator, bounds)
-    for number in range(n):
-        one = lambda X, number=number: paths(X)[number].amax((-2, -1))
-        with global_seed(starts.initial_seed() + number, bounds.device):  # BoTorch draws starts from the global one
-            point, _ = optimize_acqf(one, bounds, q=1, num_restarts=num_restarts, raw_samples=raw_samples)
-        points.append(point)
-    return torch.cat(points)
-
-
-def surrogate(
-    X: Tensor, Y: Tensor, bounds: Tensor, *, noise_std: float = 0.01, generator: torch.Generator | None = None
-) -> LapwingModel:
-    """Train a small network on observations and return its exact posterior as a BoTorch model.
-
-    Inputs are scaled to [-1, 1] and targets standardised. L-BFGS minimises the regularised loss of two hidden layers of
-    32 tanh units on all data, while the evidence chooses a precision for each layer. The evidence of the tangent model
-    then chooses the precision of its posterior. The noise is fixed: with few data a learned noise often explains the
-    whole function. Cost: about one second of one core for 30 observations.
-
-    Args:
-        X: The inputs, (n, d).
-        Y: The observations, (n, m).
-        bounds: The lower and upper bounds of the inputs, (2, d).
-        noise_std: The noise of an observation, as a part of the standard deviation of all.
-        generator: The source of the initial weights; the global generator if None.
-
-    Raises:
-        DataError: If X and Y are no matrices with as many rows, or bounds are not (2, d).
-
-    >>> X = torch.rand(12, 2, dtype=torch.float64)
-    >>> bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
-    >>> surrogate(X, X.sum(1, keepdim=True).sin(), bounds).posterior(X[:3]).mean.shape
-    torch.Size([3, 1])
-    """
-    if X.ndim != 2 or Y.ndim != 2 or len(X) != len(Y) or bounds.shape != (2, X.shape[1]):
-        raise DataError(
-            f"X has the shape {tuple(X.shape)}, Y {tuple(Y.shape)} and bounds {tuple(bounds.shape)}; expected (n, d), "
-            "(n, m) and (2, d)."
-        )
-    inner = bounds.double().mean(0) + torch.tensor([[-0.25], [0.25]]).to(X.device) * (bounds[1] - bounds[0]).double()
-    scaling = Normalize(X.shape[1], bounds=inner, center=0.0)  # half of the box has unit width: the box is [-1, 1]
-    standard = Standardize(Y.shape[1])
-    x, y = scaling(X.double()), standard(Y.double())[0]
-    standard.eval()
-    likelihood, data = Gaussian(noise_std=noise_std), [(x, y)]
-    recipe = classic(CYCLES, method=KernelSpace(), prior=per_layer(1.0))
-    network = train(_initial(x, Y.shape[1], generator), data, likelihood, recipe=recipe, progress=False).model
-    fitted = fit(network, data, likelihood, method=KernelSpace(), tuner=LinearMode(), progress=False)
-    return LapwingModel(fitted, scaling, standard)
-
-
-def _initial(x: Tensor, outputs: int, generator: torch.Generator | None) -> nn.Module:
-    """Return a network of two hidden layers with weights as PyTorch draws them, but from the generator."""
-    sizes = [x.shape[1], UNITS, UNITS, outputs]
-    layers = [nn.Linear(*pair).to(x) for pair in pairwise(sizes)]
-    with torch.no_grad():
-        for layer in layers:
-            for p in layer.parameters():
-                p.copy_((2 * uniform(tuple(p.shape), generator, p) - 1) * layer.in_features**-0.5)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
