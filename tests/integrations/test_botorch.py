@@ -139,6 +139,20 @@ def test_the_surrogate_is_the_exact_posterior_of_its_features(outputs: int) -> N
     assert_close(posterior.variance, cov.diagonal()[:, None].expand(-1, outputs), SOLVED)
 
 
+def test_before_the_data_the_surrogate_is_equally_wide_everywhere() -> None:
+    """Noise far above the targets leaves the prior. A network of tanh units is wider in the corners of the box."""
+    corner, centre = torch.ones(1, 5, dtype=DT), torch.full((1, 5), 0.5, dtype=DT)
+    x, bounds = generated(9, 5), torch.stack([torch.zeros(5, dtype=DT), torch.ones(5, dtype=DT)])
+    ratio = lambda model: float(model.posterior(corner).variance / model.posterior(centre).variance)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    noise = lw.Gaussian(noise_std=1e4)
+    wide = lw.fit(net, [(2 * x - 1, x[:, :1])], noise, method=lw.KernelSpace(), prior=1.0)
+    box = Normalize(5, bounds=torch.stack([bounds[0] + 0.25, bounds[1] - 0.25]), center=0.0)
+    assert ratio(surrogate(x, x[:, :1], bounds, noise_std=1e4)) == pytest.approx(1, abs=1e-6)
+    assert ratio(LapwingModel(wide, box)) > 2
+
+
 def test_surrogates_refuse_data_that_say_nothing() -> None:
     for y, text in ((torch.ones(ROWS, 1), "are equal"), (torch.full((ROWS, 1), torch.nan), "not finite")):
         with pytest.raises(DataError, match=text):
