@@ -139,6 +139,7 @@ class Run:
             scores = scores_of(in_parts(probabilities_of(posterior), x), y)
             scores |= {"log evidence": float(posterior.log_evidence().detach())}
             scores |= {"gamma": float(posterior.effective_parameters().total)}
+            scores |= {"label variance": self._label_variance(posterior, images)}
             self.progress(f"{self.unit}, {method}: NLL {scores['NLL']:.4f}, {fitted.seconds:.1f} s")
             yield Record(self.name, method, self.seed, scores, fitted.seconds, fitted.peak)
 
@@ -254,6 +255,18 @@ class Run:
         if many:  # a network without norms has no groups but its layers
             prior = lw.per_layer(1.0) if self.name == "Fixup" else lw.priors.per_normalised_group(1.0)
         return lw.fit(model, batches(x, y, count), likelihood, prior=prior, tuner=tuner, progress=False)
+
+    def _label_variance(self, posterior: lw.Fitted, images: ImageSet) -> float:
+        """Return the mean of 1 - Σ p² over the images of the fit, by the tangent model at its optimum if it has one.
+
+        It is the trace of the curvature of the softmax: small where the labels are fitted well.
+        """
+        network, mode = posterior.network, posterior.base.mode
+        if mode is not None:
+            network = network.shifted(mode.theta - network.theta().double())
+        x, _ = self._data(images, self.settings.data)
+        with torch.no_grad():
+            return float(1 - network(x).double().softmax(-1).square().sum(-1).mean())
 
     def _corrected(self, refit: Any = None) -> Any:
         settings = self.settings
