@@ -69,7 +69,7 @@ class Network:
     private: bool = True  # whether a private copy runs, see Replica
     known: Mapping[str, bool] = field(default_factory=dict, repr=False)  # see SampleRows.known
     last_operation: str = ""  # the operation that made the output, such as "sigmoid"; not saved
-    head: str = ""  # the weight of the linear map that makes the outputs, if one does and it is selected; not saved
+    head: str = ""  # the weight of the linear map that makes the outputs, if one does and it is selected
     image: tuple[int, ...] = ()  # (H, W) or (D, H, W) of the first batch if outputs are images; others may differ
     output: Path = ()  # which of several outputs of the model, by its keys and positions; empty for the only one
     _memory: _Memory = field(init=False, repr=False)
@@ -151,7 +151,7 @@ class Network:
             "layout": [asdict(block) for block in self.layout], "footprint": self.footprint.numbers,
             "output_shape": self.output_shape, "forward_mode": self.forward_mode, "recurrent": self.recurrent,
             "normalised": self.normalised, "private": self.private, "known": dict(self.known),
-            **({"image": self.image} if self.image else {}), **({"output": self.output} if self.output else {}),
+            **{name: value for name in ("image", "output", "head") if (value := getattr(self, name))},
         }  # fmt: skip
         tensors = {"index": self.selection.index, "shift": self.shift}
         return State("Network", settings, {name: t for name, t in tensors.items() if t is not None})
@@ -172,7 +172,7 @@ class Network:
             ),
             forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
             shift=Maybe(Array((None,))), image=Later(ListOf(Whole(1))),
-            output=Later(ListOf(Either(Text(), Whole(-MOST)))),
+            output=Later(ListOf(Either(Text(), Whole(-MOST)))), head=Later(Text()),
             index=Maybe(Array((None,), 0, whole=True, also=distinct)),
         )  # fmt: skip
         names, shapes, shift = fields.pop("names"), fields.pop("shapes"), fields.pop("shift")
@@ -180,6 +180,9 @@ class Network:
         refuse_other_parameters(selection, fields["layout"], model)
         if fields["recurrent"] != is_recurrent(model) or len(fields["output_shape"]) not in (1, 2):
             raise FileError("the file has other facts about the network than the model: recurrent layers, output shape")
+        head = fields.get("head", "")
+        if head and head not in [block.weight for block in fields["layout"] if block.linear]:
+            raise FileError(f"the file has {head!r} as the last linear map; expected the weight of one of its blocks")
         image = fields.get("image", ())
         if image and (len(image) not in DIMS or (math.prod(image),) != fields["output_shape"][:-1]):
             raise FileError(f"the file has images {image} and outputs {fields['output_shape']}; expected their pixels")
