@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import files
-from lapwing.core.data import Batch, Data, shows_progress
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.core.processes import Processes, in_all_processes
-from lapwing.core.progress import shows_inner_progress
+from lapwing.core.progress import shows_inner_progress, shows_progress
 from lapwing.core.random import Stream
 from lapwing.core.settings import GENERATOR, NONE, PATH, Rule
 from lapwing.core.trace import Trace
@@ -55,7 +56,7 @@ LOOKED = 4  # samples from which ``Auto`` reads the sizes of a network
 
 
 @outside_autocast
-@shows_inner_progress(shows_progress)
+@shows_inner_progress
 @torch.inference_mode(False)  # what is kept must be able to take part in a gradient later
 @in_all_processes
 def fit(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import TARGET_KEYS, Batch
+from lapwing.core.batches import Batch
 from lapwing.core.inputs import Inputs, accepts, moved
 from lapwing.core.settings import FLAG, NONE, Rule, is_integer
+from lapwing.core.weights import TARGET_KEYS
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.protocol import Cost, HasCost, Workload

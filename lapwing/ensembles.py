@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lapwing.api import train
 from lapwing.core.atomic import write_atomically
-from lapwing.core.data import Data, shows_progress
+from lapwing.core.data import Data
 from lapwing.core.inputs import placed
+from lapwing.core.progress import shows_progress
 from lapwing.core.random import Stream
 from lapwing.core.reading import Reading
 from lapwing.core.settings import NONE, PATH, require_integer

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lapwing import files
-from lapwing.core.data import Data, shows_progress
+from lapwing.core.data import Data
 from lapwing.core.processes import ALONE, Processes
+from lapwing.core.progress import shows_progress
 from lapwing.core.settings import GENERATOR, PATH, usable_device
 from lapwing.core.state import on_device
 from lapwing.core.trace import Trace

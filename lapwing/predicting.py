@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.data import Data, shows_progress
+from lapwing.core.data import Data
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.images import pixels
 from lapwing.core.inputs import Inputs, as_tensors, check_finite, moved, wants_slopes
 from lapwing.core.processes import ALONE, Processes, in_all_processes
+from lapwing.core.progress import shows_progress
 from lapwing.core.settings import FLAG, FUNCTION, Rule, require_integer, usable_device
 from lapwing.core.slopes import differentiable_beliefs, isolated
 from lapwing.core.streams import InputStream, is_loader

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.core.inputs import (
     Inputs,
     Leaf,

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lapwing.core.data import Batch, Data, merged, shows_progress
+from lapwing.core.batches import Batch, merged
+from lapwing.core.data import Data
 from lapwing.core.inputs import Inputs, as_tensors
+from lapwing.core.progress import shows_progress
 from lapwing.core.settings import DATA, seen
 from lapwing.core.streams import InputStream, has_places, is_loader
 from lapwing.errors import DataError, UnsupportedError

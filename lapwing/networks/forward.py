@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lapwing.core.batches import Batch
 from lapwing.core.checkpoints import without_checkpoints
-from lapwing.core.data import Batch
 from lapwing.core.images import DIMS, pixels
 from lapwing.core.inputs import Inputs, call, map_tensors, takes, tensors_in
 from lapwing.core.interrupts import deferred, poll

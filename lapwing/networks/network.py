@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lapwing.core.batches import Batch
 from lapwing.core.chosen import ChosenOutputs
 from lapwing.core.counting import LargestResult
-from lapwing.core.data import Batch, Data
+from lapwing.core.data import Data
 from lapwing.core.images import DIMS, ImageForm
 from lapwing.core.inputs import Inputs, SampleRows, check_finite, place_name, placed, take, wants_slopes
 from lapwing.core.memory import gathered

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.api import problem_of
-from lapwing.core.data import Data, shows_progress
+from lapwing.core.data import Data
+from lapwing.core.progress import shows_progress
 from lapwing.core.settings import NONE, Rule
 from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
