@@ -18,6 +18,7 @@ from lapwing.core.processes import Processes, in_all_processes
 from lapwing.core.progress import shows_inner_progress, shows_progress
 from lapwing.core.random import Stream
 from lapwing.core.settings import GENERATOR, NONE, PATH, Rule
+from lapwing.core.sources import in_steps
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
@@ -29,7 +30,7 @@ from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method, NeedsPrior, OverNetworks, SelectsWeights, StopsEarly, refuse_processes
 from lapwing.methods.workload import workload_of
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
-from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
+from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast, own_loss, unwrapped
 from lapwing.networks.frameworks import plain_data, plain_module
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
@@ -81,9 +82,9 @@ def fit(
         model: The trained network, in evaluation mode; or a skorch net, a Lightning module or a Lightning Trainer
             after training, in any mode.
         data: The training data: a DataLoader, a list of ``(inputs, targets)`` batches, a list of mappings that hold
-            their target, one pair of tensors, or a Dataset. It is read several times. ``lw.samples.weighted`` gives
-            samples weights. For a skorch net also a pair of arrays; a Lightning data module; None for the training data
-            of a Trainer.
+            their target, a Dataset, or one pair ``(inputs, targets)`` of tensors, NumPy arrays or data frames, whose
+            floating-point inputs get the dtype of the model. It is read several times. ``lw.samples.weighted`` gives
+            samples weights. Also a Lightning data module; None for the training data of a Trainer.
         likelihood: ``lw.Categorical()``, ``lw.Gaussian()``, ``lw.Bernoulli()``, ``lw.Poisson()``,
             ``lw.HeteroscedasticGaussian()``, or a name: "classification", "regression", "binary", "multilabel",
             "counts", "heteroscedastic". The network's outputs are logits, means or log-rates.
@@ -156,7 +157,8 @@ def fit(
         combined = chosen.combined([fitted.posterior for fitted in each])
         return replace(each[0], posterior=combined, method=type(chosen).__name__)
     shown = shows_progress(progress) and processes.writes
-    batches = Data(data, device_of(model), target_key, shown, processes=processes)
+    device, dtype = device_of(model), arithmetic_of(model)
+    batches = Data(data, device, target_key, shown, processes=processes, dtype=dtype)
     before = structure_of(unwrapped(model))
     held_out = None if validation is None else batches.beside(validation, "validation")
     if weights is None and isinstance(chosen, SelectsWeights):
@@ -350,7 +352,8 @@ def train(
 
     Args:
         model: The network to start from; it is not changed.
-        data: The training data, as for ``fit``.
+        data: The training data, as for ``fit``. Every batch is a step; one pair of tensors or arrays is cut into
+            batches of 256 rows, in another random order in every epoch.
         likelihood: As for ``fit``.
         recipe: ``lw.recipes.online()`` (Kronecker evidence, the default) or ``lw.recipes.classic()`` (MacKay's loop,
             for small networks), with their settings. Cost: that of training, and a fit after every epoch.
@@ -384,7 +387,9 @@ def train(
     (Rule("the state of a run", lambda v: isinstance(v, State)) | PATH | NONE).check("resume", resume)
     device, processes = device_of(model), Processes.of(process_group)
     shown = shows_progress(progress) and processes.writes
-    batches = Data(data, device, target_key, shown, stream=Stream(0, device), processes=processes)
+    dtype = arithmetic_of(model)
+    source = in_steps(data, dtype)
+    batches = Data(source, device, target_key, shown, stream=Stream(0, device), processes=processes, dtype=dtype)
     several = batches.look()[1]
     refuse_other_models(unwrapped(model), processes)
     recipe = online() if recipe is None else recipe

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.core.batches import Batch
-from lapwing.core.inputs import Inputs, accepts, moved
+from lapwing.core.inputs import Inputs, accepts, as_tensors, moved
 from lapwing.core.settings import FLAG, NONE, Rule, is_integer
 from lapwing.core.weights import TARGET_KEYS
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.protocol import Cost, HasCost, Workload
 from lapwing.methods.workload import workload_of
-from lapwing.networks.forward import device_of, outside_autocast
+from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast
 from lapwing.networks.frameworks import plain_module
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
@@ -153,7 +153,7 @@ def check(
     (FLAG | NAMES).check("timed", timed)
     model = plain_module(model)
     device = device_of(model)
-    given, targets = _inputs(model, batch)
+    given, targets = _inputs(model, as_tensors(batch, arithmetic_of(model)))
     inputs = moved(given, lambda t: t.to(device))
     network = Network.build(model, inputs, named("weights", weights), path_of(output))
     problem = _problem(network, likelihood)

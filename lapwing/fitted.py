@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lapwing import files
-from lapwing.core.data import Data
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.progress import shows_progress
 from lapwing.core.settings import GENERATOR, PATH, usable_device
@@ -191,10 +190,11 @@ class Fitted(Predicts, Reports):
         self._unchanged()
         GENERATOR.check("generator", generator)
         shown = shows_progress(progress) and self.processes.writes
-        more = Data(data, self.network.device, target_key, shown, "new data", processes=self.processes)
+        options: dict[str, Any] = {"target_key": target_key, "progress": shown, "processes": self.processes}
+        more = self.network.reading(data, "new data", **options)
         updatable = required(self.posterior, Updatable, SUM, self.method)
         with self.processes.together():
-            return replace(self, posterior=updatable.updated(self.network.arranging(more), generator))
+            return replace(self, posterior=updatable.updated(more, generator))
 
     @outside_autocast
     def effective_parameters(self) -> EffectiveParameters:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.data import Data
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.images import pixels
 from lapwing.core.inputs import Inputs, as_tensors, check_finite, moved, wants_slopes
@@ -401,10 +400,10 @@ class Predicts(Protocol):
                 f"{self.method} has several networks, each with its own weights; expected a posterior of one network "
                 f"for {curvature}(). Fit one to each: lw.fit(model, data, ...)."
             )
-        batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=shows_progress(None))
-        batches = batches if progress is None else replace(batches, progress=shows_progress(progress))
         network = self.network.shifted(None)
-        return NetworkDesign.build(network, self.likelihood, network.arranging(batches), curvature=curvature)
+        batches = network.reading(data, progress=shows_progress(None))
+        batches = batches if progress is None else replace(batches, progress=shows_progress(progress))
+        return NetworkDesign.build(network, self.likelihood, batches, curvature=curvature)
 
     def _unchanged(self) -> None:
         """Raise if the model is in training mode or its weights have changed."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
 
 from lapwing.core.batches import Batch, digest
 from lapwing.core.inputs import SampleRows, check_finite, moved, placed, take, tensors_in
@@ -22,8 +21,8 @@ from lapwing.core.progress import ProgressBar
 from lapwing.core.random import Stream, undisturbed
 from lapwing.core.reading import Reading, Readings
 from lapwing.core.settings import KEY
-from lapwing.core.sources import batch_of, whole_loader
-from lapwing.core.weights import Weighted, checked_weights
+from lapwing.core.sources import as_source, batch_of
+from lapwing.core.weights import checked_weights
 from lapwing.errors import DataError, UnsupportedError
 
 LOOKED = 3  # batches that are looked at for one with several samples
@@ -47,8 +46,8 @@ class Data:
     """Re-iterable batches on one device, checked as they pass.
 
     ``source`` is a DataLoader, a list of ``(inputs, targets)``, a list of mappings that hold their target
-    under ``target_key``, one ``(inputs, targets)`` pair of tensors, or a Dataset of single samples. With several
-    processes it is the part of this one; a Dataset is the whole, of which each process reads its part.
+    under ``target_key``, one ``(inputs, targets)`` pair, or a Dataset of single samples; see ``core/sources.py``. With
+    several processes it is the part of this one; a Dataset is the whole, of which each process reads its part.
     """
 
     source: Iterable[Any]
@@ -61,21 +60,11 @@ class Data:
     stream: Stream | None = None  # the random numbers that the source draws, if not from the global generators as is
     processes: Processes = ALONE  # those that read the other parts
     arranged: Callable[[Batch], Batch] | None = None  # applied to every batch, see ``Network.arranging``
+    dtype: torch.dtype | None = None  # of the tensors that arrays of inputs become; None refuses arrays
 
     def __post_init__(self) -> None:
         KEY.check("target_key", self.target_key)
-        if not hasattr(self.source, "__iter__") and not hasattr(self.source, "__getitem__"):
-            raise DataError(
-                f"{self.name} is a {type(self.source).__name__}; expected a DataLoader or a list of batches."
-            )
-        if isinstance(self.source, Dataset) and not isinstance(self.source, IterableDataset):
-            object.__setattr__(self, "source", whole_loader(self.source, self.processes))
-        # Only iterators are tested: opening a loader may start worker processes.
-        if hasattr(self.source, "__next__") and iter(self.source) is self.source:
-            raise DataError(
-                f"{self.name} is a one-shot iterator; some methods pass over the data twice. "
-                "Give a DataLoader, a list of batches, or any object that can be iterated again."
-            )
+        object.__setattr__(self, "source", as_source(self.source, self.name, self.processes, self.dtype))
         if self.share is not None and not self.processes.alone:
             self.share.refuse_other(self.processes, self.name)
 
@@ -86,7 +75,9 @@ class Data:
 
     def beside(self, source: Iterable[Any], name: str) -> Data:
         """Return other data, read in the same way and by the same processes."""
-        return Data(source, self.device, self.target_key, self.progress, name, processes=self.processes)
+        return Data(
+            source, self.device, self.target_key, self.progress, name, processes=self.processes, dtype=self.dtype
+        )
 
     @property
     def weighted(self) -> bool:
@@ -103,14 +94,11 @@ class Data:
 
         Data with weights are refused unless the caller is ``weighted``: it uses them, or needs none.
         """
-        source = self.source
-        if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Tensor | Weighted):
-            source = [source]
         reading = None if self.in_memory else Reading()
         rows, share = 0, self.share
-        items = ProgressBar(source, label, visible=True) if self.progress and label else source
+        items = ProgressBar(self.source, label, visible=True) if self.progress and label else self.source
         for position, item in enumerate(self._read(items)):
-            batch = batch_of(item, self.target_key)
+            batch = batch_of(item, self.target_key, self.dtype)
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
             batch = self._checked(batch, position)
@@ -298,10 +286,3 @@ class Data:
         if batch.weights is not None:
             weights = checked_weights(batch.weights, batch.n_samples, self.device, where)
         return Batch(inputs, targets, batch.key, weights)
-
-
-def as_data(
-    source: Iterable[Any] | Data, device: torch.device, target_key: str | None = None, name: str = "data"
-) -> Data:
-    """Return the source as batches on the device; ``Data`` as it is."""
-    return source if isinstance(source, Data) else Data(source, device, target_key, name=name)

@@ -117,7 +117,7 @@ def evaluate(
 
     Args:
         posteriors: From names to posteriors, all about the same targets. They may have different networks.
-        data: A loader, a Dataset or batches with targets that no posterior was fitted to or validated on.
+        data: Data as for ``fit``, with targets, that no posterior was fitted to or validated on.
         level: The probability of the intervals whose coverage and width are scored, for numbers.
         confidence: The probability of the bootstrap intervals.
         resamples: How often the inputs are drawn again.

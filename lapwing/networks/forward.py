@@ -230,6 +230,12 @@ def device_of(model: nn.Module) -> torch.device:
     raise ModelError("the model has no parameters, so there is nothing to be uncertain about; expected at least one.")
 
 
+def arithmetic_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype that the model computes in: the coarsest of its weights."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
 def has_dropout(module: nn.Module) -> bool:
     """Return whether the module itself, not its parts, applies dropout in training mode."""
     if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -29,6 +29,7 @@ from lapwing.networks.checks import examined, first_run, learn, refuse_random, r
 from lapwing.networks.directional import forward_products
 from lapwing.networks.entries import Entries
 from lapwing.networks.forward import (
+    arithmetic_of,
     is_recurrent,
     needs_plain_kernels,
     output_alone,
@@ -210,8 +211,7 @@ class Network:
     @cached_property
     def arithmetic(self) -> torch.dtype:
         """The dtype that the network itself computes in: the coarsest of its weights."""
-        dtypes = {p.dtype for p in self.replica.parameters() if p.is_floating_point()}
-        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        return arithmetic_of(self.replica)
 
     @property
     def entries(self) -> tuple[Entries, ...] | None:
@@ -320,6 +320,15 @@ class Network:
         if shape == self.output_shape:
             return self
         return self._same_model(output_shape=shape, footprint=self.footprint.scaled(shape[0], self.output_shape[0]))
+
+    def reading(self, source: Any, name: str = "data", **options: Any) -> Data:
+        """Return what a user gives as data, as this network reads them: on its device, and arrays in its dtype.
+
+        ``options`` are further fields of ``Data``. The targets of images are arranged, those of ``Data`` too.
+        """
+        if isinstance(source, Data):
+            return self.arranging(source)
+        return self.arranging(Data(source, self.device, name=name, dtype=self.arithmetic, **options))
 
     def arranging(self, data: Data) -> Data:
         """Return the data with the targets of every batch in the form of the outputs, see ``arranged``."""
