@@ -35,6 +35,15 @@ NAMES = Rule(
 )
 
 
+LEGEND = """\
+shared     pixels, tokens or time steps of an input that use the same weight
+stores     memory of the posterior
+peak       memory held at most by the fit and a prediction, besides model and data
+fit/epoch  time of the fit in epochs: plain forward and backward passes over the data
+fit        time of the fit, if it was measured
+predict/f  time of a prediction in plain forward passes"""
+
+
 @dataclass(frozen=True)
 class Layer:
     """One block of parameters and how it is handled."""
@@ -75,7 +84,8 @@ class Report:
         if self.scale_free:
             lines += ["", "weights whose scale the network ignores (see per_normalised_group):"]
             lines += [f"  {group}" for group in self.scale_free]
-        return "\n".join([*lines, "", *self._table(), "", self._basis(), "", f"Recommended: {self.recommended.why}"])
+        parts = [*self._table(), "", LEGEND, "", self._basis(), "", f"Recommended: {self.recommended.why}"]
+        return "\n".join([*lines, "", *parts])
 
     def _table(self) -> list[str]:
         """Return the lines of the table of methods."""

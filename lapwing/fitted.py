@@ -83,20 +83,18 @@ class Fitted(Predicts, Reports):
         if trace is None or not trace.tuner:
             lines.append("Nothing was tuned.")
         elif trace.scores:
-            scores = ", ".join(f"{name} {score:.4g}" for name, score in trace.scores.items())
-            lines.append(f"Hyperparameters by {trace.tuner}; {trace.scored_on} NLL: {scores}.")
+            lines.append(f"Hyperparameters by {trace.tuner}; {trace.comparison}.")
         else:
             lines.append(f"Hyperparameters by {trace.tuner}, after {len(trace.steps)} steps.")
         return "\n".join([*lines, *(f"Note: {finding}" for finding in self.findings)])
 
     def _numbers(self) -> str:
-        """Return the precisions and the noise of the posterior that was fitted, as text."""
-        listed = [f"precision {_first_three(self.prior.values)}"]
+        """Return the precisions and the noise of the posterior that was fitted, the centre of a mixture, as text."""
+        mixture = "" if self.posterior is self.base else f"mixture of {len(self.posterior.cells)} with its centre at "
+        numbers = f"{mixture}precision {_first_three(self.prior.values)}"
         if self.likelihood.noise_variance is not None:
-            listed.append(f"noise variance {_first_three(self.likelihood.noise_variance)}")
-        if self.posterior is not self.base:
-            listed.append(f"mixture of {len(self.posterior.cells)}")
-        return ", ".join(listed)
+            numbers += f", noise variance {_first_three(self.likelihood.noise_variance)}"
+        return numbers
 
     @outside_autocast
     @outside_inference

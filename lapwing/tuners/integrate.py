@@ -98,7 +98,7 @@ class Integrate:
         compared, worse = compared_scores(grid, scores, counts)
         findings = (*worse, *_edges(grid, weights), *self._repeated(data))
         mixture = MixturePosterior.of(grid.bases, grid.beliefs, grid.cells, weights)
-        trace = Trace("Integrate", "validation NLL", findings=findings, scores=compared, scored_on="validation")
+        trace = Trace("Integrate", "cross-validated NLL", findings=findings, scores=compared, scored_on="validation")
         return mixture.with_trace(trace.after(base.trace))
 
     def _repeated(self, data: Data) -> tuple[str, ...]:
