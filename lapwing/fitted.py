@@ -17,6 +17,7 @@ from lapwing.core.settings import GENERATOR, PATH, usable_device
 from lapwing.core.state import on_device
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
+from lapwing.linearising import Linearises
 from lapwing.modules.predicting import ModuleOf, module_of
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference
@@ -27,16 +28,16 @@ from lapwing.posteriors.protocols import (
     required,
 )
 from lapwing.posteriors.updating import SUM, Updatable
-from lapwing.predicting import Predicts
 from lapwing.priors.bound import Prior
 from lapwing.registry import prior_given
 from lapwing.report.reports import Reports
+from lapwing.sampling import Draws
 from lapwing.tuners.evidence import MaximiseEvidence
 from lapwing.tuners.protocol import Tuner, applied
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Fitted(Predicts, Reports):
+class Fitted(Draws, Linearises, Reports):
     """A fitted posterior: error bars for a network. Made by ``fit``, ``train`` and ``load``.
 
     Every call first checks that the model still has the weights that the posterior was fitted to, and raises

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.api import problem_of
 from lapwing.core.data import Data
 from lapwing.core.progress import shows_progress
 from lapwing.core.settings import NONE, Rule
@@ -17,6 +16,7 @@ from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.seeds import Seeds
 from lapwing.curvature.sweep import Sweep
+from lapwing.fitting import problem_of
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.swag import SWAG
