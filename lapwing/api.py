@@ -9,53 +9,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lapwing import files
-from lapwing.core.data import Batch, Data, shows_progress
+from lapwing.core.data import Data
 from lapwing.core.processes import Processes, in_all_processes
-from lapwing.core.progress import shows_inner_progress
+from lapwing.core.progress import shows_inner_progress, shows_progress
 from lapwing.core.random import Stream
 from lapwing.core.settings import GENERATOR, NONE, PATH, Rule
-from lapwing.core.trace import Trace
+from lapwing.core.sources import in_steps
 from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
+from lapwing.fitting import (
+    chosen_by,
+    exact_others,
+    finished,
+    likelihood_given,
+    problem_of,
+    tuned_by,
+    with_learned_prior,
+)
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.methods.diagonal import Diagonal
-from lapwing.methods.full import Full
-from lapwing.methods.kernel_space import KernelSpace
-from lapwing.methods.kron import Kron
 from lapwing.methods.protocol import Method, NeedsPrior, OverNetworks, SelectsWeights, StopsEarly, refuse_processes
-from lapwing.methods.workload import workload_of
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
-from lapwing.networks.forward import device_of, outside_autocast, own_loss, unwrapped
+from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast, unwrapped
 from lapwing.networks.frameworks import plain_data, plain_module
 from lapwing.networks.network import Network
-from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.networks.several_outputs import path_of
-from lapwing.posteriors.draws import MANY
-from lapwing.posteriors.protocols import HasEvidence, Tunable
+from lapwing.posteriors.protocols import HasEvidence
 from lapwing.priors.bound import Prior
-from lapwing.problem import Problem, checked_targets, fitting_targets, mean_squared_residual, named_targets
-from lapwing.registry import Auto, named, prior_given
+from lapwing.problem import named_targets
+from lapwing.registry import Auto, named
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, State
 from lapwing.tuners.budget import Budget
-from lapwing.tuners.evidence import MaximiseEvidence, start_near_optimum
-from lapwing.tuners.fixed_point import SampleEM
 from lapwing.tuners.integrate import Integrate
 from lapwing.tuners.protocol import FollowsEvidence, Tuner, applied, checked_tuner
 from lapwing.tuners.verdict import judged
 
-LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
-MEMORY = 2**30  # bytes of the rows of a Jacobian for it
-LOOKED = 4  # samples from which ``Auto`` reads the sizes of a network
-
 
 @outside_autocast
-@shows_inner_progress(shows_progress)
+@shows_inner_progress
 @torch.inference_mode(False)  # what is kept must be able to take part in a gradient later
 @in_all_processes
 def fit(
@@ -80,9 +76,9 @@ def fit(
         model: The trained network, in evaluation mode; or a skorch net, a Lightning module or a Lightning Trainer
             after training, in any mode.
         data: The training data: a DataLoader, a list of ``(inputs, targets)`` batches, a list of mappings that hold
-            their target, one pair of tensors, or a Dataset. It is read several times. ``lw.samples.weighted`` gives
-            samples weights. For a skorch net also a pair of arrays; a Lightning data module; None for the training data
-            of a Trainer.
+            their target, a Dataset, or one pair ``(inputs, targets)`` of tensors, NumPy arrays or data frames, whose
+            floating-point inputs get the dtype of the model. It is read several times. ``lw.samples.weighted`` gives
+            samples weights. Also a Lightning data module; None for the training data of a Trainer.
         likelihood: ``lw.Categorical()``, ``lw.Gaussian()``, ``lw.Bernoulli()``, ``lw.Poisson()``,
             ``lw.HeteroscedasticGaussian()``, or a name: "classification", "regression", "binary", "multilabel",
             "counts", "heteroscedastic". The network's outputs are logits, means or log-rates.
@@ -155,7 +151,8 @@ def fit(
         combined = chosen.combined([fitted.posterior for fitted in each])
         return replace(each[0], posterior=combined, method=type(chosen).__name__)
     shown = shows_progress(progress) and processes.writes
-    batches = Data(data, device_of(model), target_key, shown, processes=processes)
+    device, dtype = device_of(model), arithmetic_of(model)
+    batches = Data(data, device, target_key, shown, processes=processes, dtype=dtype)
     before = structure_of(unwrapped(model))
     held_out = None if validation is None else batches.beside(validation, "validation")
     if weights is None and isinstance(chosen, SelectsWeights):
@@ -163,7 +160,7 @@ def fit(
     problem = problem_of(model, batches, likelihood, weights, prior, path_of(output))
     batches = problem.network.arranging(batches)
     if isinstance(chosen, Auto):
-        chosen, why = _chosen_by(chosen, problem, batches)
+        chosen, why = chosen_by(chosen, problem, batches)
     refuse_processes(chosen, processes)
     if held_out is not None:
         held_out = problem.network.arranging(held_out)
@@ -174,11 +171,11 @@ def fit(
     given = tuner
     if isinstance(chosen, NeedsPrior) and chosen.needs_prior:
         after = tuner if isinstance(tuner, FollowsEvidence) else None
-        problem = _with_learned_prior(problem, None if after else tuner, batches, generator)
+        problem = with_learned_prior(problem, None if after else tuner, batches, generator)
         tuner = after
     posterior = chosen.fit(problem, batches, generator)
     if posterior.problem.learn_prior and isinstance(posterior, HasEvidence):
-        posterior = _tuned(posterior, tuner, batches)
+        posterior = tuned_by(posterior, tuner, batches)
     elif tuner is not None:
         posterior = applied(tuner, posterior, batches)
     if held_out is not None:
@@ -187,145 +184,11 @@ def fit(
         posterior = judged(posterior, batches)
     elif prior is None and posterior.linearised:
         averaged = method is None and problem.likelihood.has_tails
-        others = _exact(posterior, batches, generator) if averaged else ()
+        others = exact_others(posterior, batches, generator) if averaged else ()
         posterior = Budget(batches, others=others)(posterior)
-    posterior = _finished(posterior, batches, held_out)
+    posterior = finished(posterior, batches, held_out)
     fingerprint = Fingerprint.of(posterior.problem.network.model, before)
     return Fitted(posterior, fingerprint, type(chosen).__name__, why, processes)
-
-
-def _finished(posterior: Any, data: Data, held_out: Data | None) -> Any:
-    """Return the posterior with the remarks on the data of all processes after those of its tuner."""
-    processes = data.processes
-    for each in () if processes.alone else getattr(posterior, "members", (posterior,)):  # those of a mixture
-        each.prepare()  # so that a process can predict without the others
-    remarks = processes.every((*data.findings, *(held_out.findings if held_out else ())))
-    findings = tuple(dict.fromkeys(remark for each in remarks for remark in each))
-    if not findings:
-        return posterior
-    trace = Trace("") if posterior.trace is None else posterior.trace
-    return posterior.with_trace(replace(trace, findings=(*trace.findings, *findings)))
-
-
-def _exact(posterior: Any, data: Data, generator: torch.Generator | None) -> tuple[Any, ...]:
-    """Return the exact posterior, which the default for Gaussian noise averages with ``Kron``, if it is small enough.
-
-    Over nine tables the average covers better than either: Kron is too narrow where networks are trained for long, the
-    exact posterior where they are not.
-    """
-    problem, statistics = posterior.problem, posterior.statistics
-    size, rows = problem.network.selection.size, statistics.data * statistics.outputs
-    if torch.Size(problem.network.output_shape).numel() > MANY:  # a backward pass for every output of every input
-        return ()
-    counted = data.processes.all(not data.weighted)  # a sum of weights does not say how many rows there are
-    few = counted and rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY
-    if few and data.processes.all(data.repeats()):
-        method: Method = KernelSpace()
-    elif size <= LARGEST:
-        method = Full()
-    else:
-        return ()
-    return (_tuned(method.fit(problem, data, generator), None, data),)
-
-
-def problem_of(
-    model: nn.Module,
-    data: Data,
-    likelihood: Likelihood | str,
-    weights: Weights | str | None,
-    prior: Prior | float | None,
-    output: tuple[str | int, ...] = (),
-) -> Problem:
-    """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
-    first, several = data.look()
-    network = Network.build(model, several.inputs, named("weights", weights), output)
-    refuse_other_models(network.model, data.processes)
-    f = network(first.inputs)
-    chosen = _likelihood(likelihood, network, first, f)
-    fitting_targets(network, chosen, f, network.arranged(first).targets)
-    if chosen.needs_residuals:
-        chosen = chosen.prepared(mean_squared_residual(network, chosen, network.arranging(data)))
-    given = prior_given(1.0 if prior is None else prior)
-    groups = members(network, scale_free_groups(network, first.inputs)) if given.needs_groups else None
-    groups = data.processes.every(groups)[0] if given.needs_groups else None
-    return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
-
-
-def _likelihood(given: Likelihood | str, network: Network, batch: Batch, f: Tensor) -> Likelihood:
-    """Return the likelihood, or the one that a name stands for; raise if the outputs f of the batch do not fit it.
-
-    "classification" with one output is binary. The loss of a model that takes labels must be that of the likelihood.
-    """
-    is_binary = isinstance(given, str) and given == "classification" and f.shape[-1] == 1
-    likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
-    likelihood.check_outputs(f.flatten(0, 1) if network.image else f)  # the channels of images are known
-    likelihood.check_last(network.last_operation)
-    own = None if network.output else own_loss(network.replica, batch, network.plain)  # it may be of another output
-    if own is not None:
-        likelihood.check_loss(f, network.arranged(batch).targets, own)
-    return likelihood
-
-
-def _with_learned_prior(
-    problem: Problem, tuner: Tuner | None, data: Data, generator: torch.Generator | None
-) -> Problem:
-    """Return the problem with a prior for a method without an evidence: the given one, or one learned beforehand.
-
-    It is learned by the evidence of ``Kron``, or of ``Diagonal`` where single weights are selected.
-    """
-    if problem.learn_prior:
-        method = Kron() if problem.network.selection.index is None else Diagonal()
-        return _tuned(method.fit(problem, data, generator), tuner, data).problem.with_known_prior()
-    if tuner is not None:
-        raise UnsupportedError(
-            "this method has no evidence for a tuner to use, and the prior was given; leave out the tuner, or the "
-            "prior, which is then learned beforehand."
-        )
-    return problem
-
-
-def _tuned(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
-    """Return the posterior with its prior learned, starting near the optimum.
-
-    A tuner that varies hyperparameters around those of the evidence runs after the evidence.
-    """
-    tuned = start_near_optimum(posterior)
-    if tuner is None or isinstance(tuner, FollowsEvidence):
-        default = SampleEM(mode="network") if posterior.is_sampled else MaximiseEvidence()
-        tuned = default(tuned)
-    if tuner is not None:
-        tuned = applied(tuner, tuned, data)
-    tuned = _in_step(tuned, data.processes)
-    return tuned if tuned.trace is None else tuned.with_trace(tuned.trace.after(posterior.trace))
-
-
-def _in_step(posterior: Any, processes: Processes) -> Any:
-    """Return the posterior under the prior and noise of the first process: rounding may differ between machines."""
-    if processes.group is None or not isinstance(posterior, Tunable):
-        return posterior
-    values, noise = posterior.problem.prior.values, posterior.noise
-    own = [values.detach()] if noise is None else [values.detach(), noise.detach()]
-    first = processes.same(own)
-    if processes.all(all(map(torch.equal, own, first))):
-        return posterior
-    posterior = posterior.with_problem(posterior.problem.with_precisions(first[0]))
-    return posterior if noise is None else posterior.with_noise(first[1])
-
-
-def _chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
-    """Return the method that ``Auto`` chooses, and the reason for it."""
-    network, selection = problem.network, problem.network.selection
-    auto = replace(auto, gpu=auto.gpu or network.device.type == "cuda")
-    rows, few = 0, None
-    for batch in data.batches("counting", weighted=True):
-        few = network.take(batch.inputs, slice(0, LOOKED)) if few is None else few
-        # Ignored data count too: they have rows of zeros in a design.
-        rows += checked_targets(network, problem.likelihood, batch)[0].numel()
-    rows, few = sum(data.processes.each(rows)), data.processes.lent(few)
-    workload = workload_of(network, few, max(1, rows // torch.Size(network.output_shape).numel()))
-    classes = problem.likelihood.has_logits
-    choice = auto.choose(selection.size, rows, workload.single, problem.learn_prior, workload, classes)
-    return choice.method, choice.why
 
 
 @outside_autocast
@@ -349,7 +212,8 @@ def train(
 
     Args:
         model: The network to start from; it is not changed.
-        data: The training data, as for ``fit``.
+        data: The training data, as for ``fit``. Every batch is a step; one pair of tensors or arrays is cut into
+            batches of 256 rows, in another random order in every epoch.
         likelihood: As for ``fit``.
         recipe: ``lw.recipes.online()`` (Kronecker evidence, the default) or ``lw.recipes.classic()`` (MacKay's loop,
             for small networks), with their settings. Cost: that of training, and a fit after every epoch.
@@ -383,7 +247,9 @@ def train(
     (Rule("the state of a run", lambda v: isinstance(v, State)) | PATH | NONE).check("resume", resume)
     device, processes = device_of(model), Processes.of(process_group)
     shown = shows_progress(progress) and processes.writes
-    batches = Data(data, device, target_key, shown, stream=Stream(0, device), processes=processes)
+    dtype = arithmetic_of(model)
+    source = in_steps(data, dtype)
+    batches = Data(source, device, target_key, shown, stream=Stream(0, device), processes=processes, dtype=dtype)
     several = batches.look()[1]
     refuse_other_models(unwrapped(model), processes)
     recipe = online() if recipe is None else recipe
@@ -391,7 +257,7 @@ def train(
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
     copied, chosen_weights = copy.deepcopy(unwrapped(model)).eval(), named("weights", weights)
     network = Network.build(copied, several.inputs, chosen_weights, path_of(output))
-    chosen = _likelihood(likelihood, network, several, network(several.inputs))
+    chosen = likelihood_given(likelihood, network, several, network(several.inputs))
     if chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
     modes = [module.training for module in unwrapped(model).modules()]

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import TARGET_KEYS, Batch
-from lapwing.core.inputs import Inputs, accepts, moved
+from lapwing.core.batches import Batch
+from lapwing.core.inputs import Inputs, accepts, as_tensors, moved
 from lapwing.core.settings import FLAG, NONE, Rule, is_integer
+from lapwing.core.weights import TARGET_KEYS
 from lapwing.errors import DataError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.protocol import Cost, HasCost, Workload
 from lapwing.methods.workload import workload_of
-from lapwing.networks.forward import device_of, outside_autocast
+from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast
 from lapwing.networks.frameworks import plain_module
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
@@ -32,6 +33,15 @@ NAMES = Rule(
     f"a list of names of methods, out of {', '.join(METHODS)}",
     lambda v: isinstance(v, list | tuple) and all(isinstance(name, str) and name in METHODS for name in v),
 )
+
+
+LEGEND = """\
+shared     pixels, tokens or time steps of an input that use the same weight
+stores     memory of the posterior
+peak       memory held at most by the fit and a prediction, besides model and data
+fit/epoch  time of the fit in epochs: plain forward and backward passes over the data
+fit        time of the fit, if it was measured
+predict/f  time of a prediction in plain forward passes"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,8 @@ class Report:
         if self.scale_free:
             lines += ["", "weights whose scale the network ignores (see per_normalised_group):"]
             lines += [f"  {group}" for group in self.scale_free]
-        return "\n".join([*lines, "", *self._table(), "", self._basis(), "", f"Recommended: {self.recommended.why}"])
+        parts = [*self._table(), "", LEGEND, "", self._basis(), "", f"Recommended: {self.recommended.why}"]
+        return "\n".join([*lines, "", *parts])
 
     def _table(self) -> list[str]:
         """Return the lines of the table of methods."""
@@ -152,7 +163,7 @@ def check(
     (FLAG | NAMES).check("timed", timed)
     model = plain_module(model)
     device = device_of(model)
-    given, targets = _inputs(model, batch)
+    given, targets = _inputs(model, as_tensors(batch, arithmetic_of(model)))
     inputs = moved(given, lambda t: t.to(device))
     network = Network.build(model, inputs, named("weights", weights), path_of(output))
     problem = _problem(network, likelihood)

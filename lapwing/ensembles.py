@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from lapwing.api import train
 from lapwing.core.atomic import write_atomically
-from lapwing.core.data import Data, shows_progress
+from lapwing.core.data import Data
 from lapwing.core.inputs import placed
+from lapwing.core.progress import shows_progress
 from lapwing.core.random import Stream
 from lapwing.core.reading import Reading
 from lapwing.core.settings import NONE, PATH, require_integer
 from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.ensemble import renewed
-from lapwing.networks.forward import unwrapped
+from lapwing.networks.forward import arithmetic_of, unwrapped
 from lapwing.registry import named
 from lapwing.training.recipe import Recipe, fixed
 
@@ -81,7 +82,7 @@ def train_ensemble(
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected fixed(...), online(...) or another Recipe.")
     if folder is not None:
         cpu = torch.device("cpu")
-        read = Data(data, cpu, target_key, shows_progress(progress), stream=Stream(0, cpu))
+        read = Data(data, cpu, target_key, shows_progress(progress), stream=Stream(0, cpu), dtype=arithmetic_of(model))
         _refuse_other_call(Path(folder), recipe, named("likelihood", likelihood), Described.of(read))
     trained = []
     for number in range(members):

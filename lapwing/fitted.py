@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from lapwing import files
-from lapwing.core.data import Data, shows_progress
 from lapwing.core.processes import ALONE, Processes
+from lapwing.core.progress import shows_progress
 from lapwing.core.settings import GENERATOR, PATH, usable_device
 from lapwing.core.state import on_device
 from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
+from lapwing.linearising import Linearises
 from lapwing.modules.predicting import ModuleOf, module_of
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference
@@ -27,16 +28,16 @@ from lapwing.posteriors.protocols import (
     required,
 )
 from lapwing.posteriors.updating import SUM, Updatable
-from lapwing.predicting import Predicts
 from lapwing.priors.bound import Prior
 from lapwing.registry import prior_given
 from lapwing.report.reports import Reports
+from lapwing.sampling import Draws
 from lapwing.tuners.evidence import MaximiseEvidence
 from lapwing.tuners.protocol import Tuner, applied
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Fitted(Predicts, Reports):
+class Fitted(Draws, Linearises, Reports):
     """A fitted posterior: error bars for a network. Made by ``fit``, ``train`` and ``load``.
 
     Every call first checks that the model still has the weights that the posterior was fitted to, and raises
@@ -83,20 +84,18 @@ class Fitted(Predicts, Reports):
         if trace is None or not trace.tuner:
             lines.append("Nothing was tuned.")
         elif trace.scores:
-            scores = ", ".join(f"{name} {score:.4g}" for name, score in trace.scores.items())
-            lines.append(f"Hyperparameters by {trace.tuner}; {trace.scored_on} NLL: {scores}.")
+            lines.append(f"Hyperparameters by {trace.tuner}; {trace.comparison}.")
         else:
             lines.append(f"Hyperparameters by {trace.tuner}, after {len(trace.steps)} steps.")
         return "\n".join([*lines, *(f"Note: {finding}" for finding in self.findings)])
 
     def _numbers(self) -> str:
-        """Return the precisions and the noise of the posterior that was fitted, as text."""
-        listed = [f"precision {_first_three(self.prior.values)}"]
+        """Return the precisions and the noise of the posterior that was fitted, the centre of a mixture, as text."""
+        mixture = "" if self.posterior is self.base else f"mixture of {len(self.posterior.cells)} with its centre at "
+        numbers = f"{mixture}precision {_first_three(self.prior.values)}"
         if self.likelihood.noise_variance is not None:
-            listed.append(f"noise variance {_first_three(self.likelihood.noise_variance)}")
-        if self.posterior is not self.base:
-            listed.append(f"mixture of {len(self.posterior.cells)}")
-        return ", ".join(listed)
+            numbers += f", noise variance {_first_three(self.likelihood.noise_variance)}"
+        return numbers
 
     @outside_autocast
     @outside_inference
@@ -190,10 +189,11 @@ class Fitted(Predicts, Reports):
         self._unchanged()
         GENERATOR.check("generator", generator)
         shown = shows_progress(progress) and self.processes.writes
-        more = Data(data, self.network.device, target_key, shown, "new data", processes=self.processes)
+        options: dict[str, Any] = {"target_key": target_key, "progress": shown, "processes": self.processes}
+        more = self.network.reading(data, "new data", **options)
         updatable = required(self.posterior, Updatable, SUM, self.method)
         with self.processes.together():
-            return replace(self, posterior=updatable.updated(self.network.arranging(more), generator))
+            return replace(self, posterior=updatable.updated(more, generator))
 
     @outside_autocast
     def effective_parameters(self) -> EffectiveParameters:

@@ -1,4 +1,4 @@
-"""What a posterior answers at inputs: beliefs, predictions, samples, variances, and the Jacobian as an operator."""
+"""What a posterior answers at inputs: beliefs about the outputs, and predictions of the targets."""
 
 from __future__ import annotations
 
@@ -11,36 +11,27 @@ import torch
 from torch import Tensor
 
 from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.data import Data, shows_progress
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.images import pixels
 from lapwing.core.inputs import Inputs, as_tensors, check_finite, moved, wants_slopes
 from lapwing.core.processes import ALONE, Processes, in_all_processes
-from lapwing.core.settings import FLAG, FUNCTION, Rule, require_integer, usable_device
-from lapwing.core.slopes import differentiable_beliefs, isolated
+from lapwing.core.progress import shows_progress
+from lapwing.core.settings import FLAG, usable_device
+from lapwing.core.slopes import differentiable_beliefs
 from lapwing.core.streams import InputStream, is_loader
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
-from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
 from lapwing.posteriors.draws import SAMPLES_RULE
-from lapwing.posteriors.protocols import (
-    HasFunctionSamples,
-    HasVarianceOf,
-    HasWeightSamples,
-    required,
-)
 from lapwing.predictives.images import Images
 from lapwing.predictives.joined import joined, joined_beliefs, joined_processes
 from lapwing.priors.bound import BoundPrior
-from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
-from lapwing.tangent.operator import Operator
 
 
 class Predicts(Protocol):
-    """A posterior around a model, with everything that can be asked of it at inputs. ``Fitted`` inherits from it.
+    """A posterior around a model, with beliefs and predictions at inputs. ``Fitted`` inherits from it.
 
     Every call first checks that the model still has the weights that the posterior was fitted to.
     """
@@ -202,155 +193,6 @@ class Predicts(Protocol):
             )
         return images.belief(joined_beliefs((self._belief(batch, False, chosen, images) for batch in batches), home))
 
-    @outside_autocast
-    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n functions drawn from the posterior, evaluated at x: (n, B, C), or (n, B, C, H, W) of images.
-
-        Each draw uses one set of weights for every input, and equal generators give the same functions at whatever
-        inputs they are asked for.
-
-        Args:
-            x: A batch of inputs.
-            n: The number of draws.
-            generator: The source of randomness; the global generator if None.
-
-        Raises:
-            UnsupportedError: If the method has no function samples, or fewer than n.
-
-        >>> import lapwing as lw
-        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
-        >>> posterior.function_samples(x, 8, torch.Generator().manual_seed(0)).shape
-        torch.Size([8, 40, 1])
-        """
-        require_integer("n", n)
-        required(self.base, HasFunctionSamples, "function samples", self.method)
-        x, images = self._checked(x, slopes=True), Images()
-        images.add(self.network.image_form(x))
-        (samples,) = isolated(lambda x: [self.posterior.function_samples(x, n, generator)], x)
-        check_finite(samples[0], "outputs of the network")
-        return images.outputs(samples)
-
-    @outside_autocast
-    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of the weights, (n, P), around the trained ones.
-
-        Args:
-            n: The number of draws.
-            generator: The source of randomness; the global generator if None, and for ``SWAG`` and ``IVON`` the seed of
-                the method.
-
-        Raises:
-            UnsupportedError: If the method has no weight samples, or fewer than n.
-
-        >>> import lapwing as lw
-        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
-        >>> posterior.weight_samples(8, torch.Generator().manual_seed(0)).shape  # a slope and an offset each
-        torch.Size([8, 2])
-        """
-        require_integer("n", n)
-        self._unchanged()
-        required(self.base, HasWeightSamples, "weight samples", self.method)
-        return self.posterior.weight_samples(n, generator)
-
-    @outside_autocast
-    def network_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return outputs (n, B, C) of the real network, not the tangent model, with sampled weights.
-
-        Those of images are (n, B, C, H, W).
-        Usually worse than ``function_samples``: the posterior's spread belongs to the tangent model, and a network
-        that far from its optimum underfits (Immer et al. 2021 report 84 % against 92 % accuracy on Fashion-MNIST).
-        Here for comparison. Cost: n forward passes.
-
-        Args:
-            x: A batch of inputs.
-            n: The number of draws.
-            generator: The source of randomness; the global generator if None.
-
-        >>> import lapwing as lw
-        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
-        >>> posterior.network_samples(x, 8, torch.Generator().manual_seed(0)).shape
-        torch.Size([8, 40, 1])
-        """
-        x, network, images = self._checked(x), self.network, Images()
-        images.add(network.image_form(x))
-        steps = self.weight_samples(n, generator) - network.theta()
-        with torch.no_grad():
-            samples = torch.stack([network.at(step, x) for step in steps]).to(network.dtype)
-        check_finite(samples[0], "outputs of the network")
-        return images.outputs(samples)
-
-    @outside_autocast
-    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
-        """Return the posterior variance of a scalar function of the weights, or of the outputs at ``x``.
-
-        To first order in the function for methods with a belief about weights.
-
-        Args:
-            function: Takes all weights by name, or, if ``x`` is given, the outputs f (B, C) there, as the model
-                returns them; returns a scalar.
-            x: A batch of inputs, for a function of the outputs.
-
-        >>> import lapwing as lw
-        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=1.0)
-        >>> bool(posterior.variance_of(lambda w: w["weight"][0, 0]) > 0)
-        True
-        >>> slope = posterior.variance_of(lambda f: (f[-1] - f[0]) / 2, x)
-        >>> torch.allclose(slope, posterior.variance_of(lambda w: w["weight"][0, 0]))
-        True
-        """
-        Rule("a function of the weights by name, or of the outputs", FUNCTION.holds).check("function", function)
-        if x is None:
-            self._unchanged()
-        else:
-            x = self._checked(x)
-            form = self.network.image_form(x)
-            given = function
-            function = given if form is None else lambda f: given(form.outputs(f))
-        what = "variance of functions of the weights"
-        return required(self.posterior, HasVarianceOf, what, self.method).variance_of(function, x)
-
-    @outside_autocast
-    def jacobian(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
-        """Return the Jacobian J of all outputs over these data as an operator (N C, P); no matrix is formed.
-
-        ``J @ v`` and ``J.T @ u`` take many vectors at once. Rows of images are in the order (N, H, W, C).
-
-        Args:
-            data: Batches, as for ``fit``.
-            progress: Whether to show a progress bar while data are read; None shows one on a terminal.
-
-        >>> import lapwing as lw
-        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
-        >>> (posterior.jacobian([(x, x)]) @ torch.ones(2)).shape  # of 40 outputs in the direction of both weights
-        torch.Size([40])
-        """
-        design = self._design(data, "jacobian", progress)
-        refuse_reordered(design)
-        return Operator.jacobian(design, self._unchanged)
-
-    @outside_autocast
-    def ggn(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
-        """Return the GGN Σ Jᵀ R Rᵀ J at unit dispersion over these data as an operator (P, P); no matrix is formed.
-
-        Args:
-            data: Batches, as for ``fit``.
-            progress: As for ``jacobian``.
-
-        >>> import lapwing as lw
-        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
-        >>> (posterior.ggn([(x, x)]) @ torch.ones(2)).shape
-        torch.Size([2])
-        """
-        design = self._design(data, "ggn", progress)
-        refuse_unsteady(design)
-        return Operator.ggn(design, self._unchanged)
-
     def _belief(self, x: Inputs, joint: bool, chosen: ChosenOutputs | None, images: Images) -> FunctionGaussian:
         """Return the belief about all or some outputs of one batch; of images about their pixels."""
         x = self._checked(x, slopes=True)
@@ -391,19 +233,6 @@ class Predicts(Protocol):
             x, network.device, network.input_places, target_key, visible, network.joined, processes, network.arithmetic
         )
         return stream, torch.device("cpu") if device is None else home
-
-    def _design(self, data: Iterable[Any], curvature: str, progress: bool | None) -> NetworkDesign:
-        """Return the rows of the Jacobian over these data, times the root of the likelihood's curvature for "ggn"."""
-        self._unchanged()
-        if not self.base.of_one_network:
-            raise UnsupportedError(
-                f"{self.method} has several networks, each with its own weights; expected a posterior of one network "
-                f"for {curvature}(). Fit one to each: lw.fit(model, data, ...)."
-            )
-        batches = data if isinstance(data, Data) else Data(data, self.network.device, progress=shows_progress(None))
-        batches = batches if progress is None else replace(batches, progress=shows_progress(progress))
-        network = self.network.shifted(None)
-        return NetworkDesign.build(network, self.likelihood, network.arranging(batches), curvature=curvature)
 
     def _unchanged(self) -> None:
         """Raise if the model is in training mode or its weights have changed."""

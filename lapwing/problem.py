@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.core.inputs import Inputs, check_finite
 from lapwing.core.processes import Processes
 from lapwing.core.schema import ABOVE_ZERO, Either, ListOf, Real, Record, Whole

@@ -7,7 +7,8 @@ from argparse import ArgumentParser, Namespace
 from lapwing.cli.options import add_common, add_data, add_level, reader_given, seed_all, target_key
 from lapwing.cli.outcome import Outcome
 from lapwing.cli.posteriors import add_posteriors, posteriors_given
-from lapwing.decisions.several import evaluate
+from lapwing.decisions.several import evaluate, kind_of
+from lapwing.fitted import Fitted
 
 HELP = "score posteriors on data that were not used for the fit, beside the plain network"
 
@@ -29,6 +30,13 @@ def run(arguments: Namespace) -> Outcome:
     data = reader_given(arguments, first.network.model, labels=labels).read(arguments.data)
     settings = {"level": arguments.level, "target_key": target_key(arguments), "generator": generator}
     alone = len(posteriors) == 1
-    found = first.evaluate(data.batches, **settings) if alone else evaluate(posteriors, data.batches, **settings)
-    facts = {"data": data.facts, "seed": arguments.seed, "posteriors": list(posteriors), "evaluation": found.to_json()}
+    named = posteriors if alone else {shown_name(name, each): each for name, each in posteriors.items()}
+    found = first.evaluate(data.batches, **settings) if alone else evaluate(named, data.batches, **settings)
+    facts = {"data": data.facts, "seed": arguments.seed, "posteriors": list(named), "evaluation": found.to_json()}
     return Outcome(f"{data.described}\n{found}", facts)
+
+
+def shown_name(name: str, fitted: Fitted) -> str:
+    """Return the name of a file, and what is in it if it has no error bars: files do not show that."""
+    kind = kind_of(fitted.posterior)
+    return f"{name} ({kind})" if kind else name

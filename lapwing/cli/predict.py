@@ -26,7 +26,7 @@ from lapwing.cli.options import (
 )
 from lapwing.cli.outcome import Outcome
 from lapwing.cli.writing import FORMATS, write_arrays
-from lapwing.core.data import shows_progress
+from lapwing.core.progress import shows_progress
 from lapwing.core.streams import InputStream
 from lapwing.errors import DataError
 from lapwing.fitted import Fitted

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lapwing.cli.sources import Block, Source, listed
-from lapwing.core.data import TARGET_KEYS
 from lapwing.core.settings import nearest
+from lapwing.core.weights import TARGET_KEYS
 from lapwing.errors import DataError
 
 INPUT_KEYS = ("x", "inputs", "input", "features", "data")  # of arrays, in any case

@@ -15,6 +15,7 @@ from lapwing.core.data import Data
 from lapwing.core.progress import ProgressBar
 from lapwing.core.settings import DATA, FLAG, NONE, POSITIVE, Rule, integer, is_real, nearest, require
 from lapwing.errors import DataError, NumericalError, UnsupportedError
+from lapwing.networks.forward import arithmetic_of
 
 NUMBER = Rule("a finite number", lambda v: is_real(v) and math.isfinite(v))
 
@@ -93,7 +94,9 @@ def by_grid(la: Any, search: Search, pred_type: str) -> Tensor:
     """Return the precision of the grid with the lowest loss on the held-out data; the first of equal ones."""
     before, losses = la.prior_precision, []
     link = "mc" if pred_type == "nn" else search.link_approx
-    batches = list(Data(search.val_loader, la.mean.device, la.target_key, name="val_loader").batches(""))
+    dtype = arithmetic_of(la.model)
+    source = Data(search.val_loader, la.mean.device, la.target_key, name="val_loader", dtype=dtype)
+    batches = list(source.batches(""))
     try:
         for precision in ProgressBar(search.grid, "grid search", search.progress_bar):
             la.prior_precision = precision

@@ -2,64 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-import operator
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lapwing.core.inputs import Inputs, SampleRows, check_finite, map_tensors, moved, placed, take, tensors_in
+from lapwing.core.batches import Batch, digest
+from lapwing.core.inputs import SampleRows, check_finite, moved, placed, take, tensors_in
 from lapwing.core.interrupts import at_once
-from lapwing.core.parts import Part, Share, share_of
+from lapwing.core.parts import Share, refuse_copies, share_of
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import Stream, undisturbed
 from lapwing.core.reading import Reading, Readings
-from lapwing.core.settings import FLAG, KEY, NONE, seen
-from lapwing.core.weights import TARGET_KEYS as TARGET_KEYS
-from lapwing.core.weights import Weighted, checked_weights, target_name
+from lapwing.core.settings import KEY
+from lapwing.core.sources import as_source, batch_of
+from lapwing.core.weights import checked_weights
 from lapwing.errors import DataError, UnsupportedError
 
-BATCH = 256  # samples in a batch of a Dataset that comes without a DataLoader
 LOOKED = 3  # batches that are looked at for one with several samples
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """One batch: the inputs of the network, and the targets."""
-
-    inputs: Inputs
-    targets: Tensor
-    key: str | None = None  # of the targets, in a batch that is a mapping
-    weights: Tensor | None = None  # of the samples, (B,) in float64; None if each counts once
-
-    @property
-    def labels(self) -> bool:
-        """Whether the targets are what a model takes as ``labels``: they have that name, or are one of its inputs."""
-        same = lambda t: t.shape == self.targets.shape and bool(((t == self.targets) | (self.targets < 0)).all())
-        return self.key == "labels" or any(same(t) for t in tensors_in(self.inputs) if not t.is_floating_point())
-
-    @property
-    def n_samples(self) -> int:
-        """The number of samples: that of the targets."""
-        return len(self.targets) if self.targets.ndim else 1
-
-    def to(self, device: torch.device) -> Batch:
-        """Return the batch on another device."""
-        weights = None if self.weights is None else self.weights.to(device)
-        return Batch(map_tensors(self.inputs, lambda t: t.to(device)), self.targets.to(device), self.key, weights)
-
-    def weights_of(self, rows: slice) -> Tensor | None:
-        """Return the weights of some samples; None if each counts once."""
-        return None if self.weights is None else self.weights[rows]
 
 
 def read(source: Iterable[Any], drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
@@ -75,19 +41,13 @@ def read(source: Iterable[Any], drawing: Callable[[], AbstractContextManager[Non
         yield item
 
 
-def shows_progress(progress: bool | None) -> bool:
-    """Return whether to show progress bars; None means: only on a terminal."""
-    (FLAG | NONE).check("progress", progress)
-    return sys.stderr.isatty() if progress is None else progress
-
-
 @dataclass(frozen=True, eq=False)
 class Data:
     """Re-iterable batches on one device, checked as they pass.
 
     ``source`` is a DataLoader, a list of ``(inputs, targets)``, a list of mappings that hold their target
-    under ``target_key``, one ``(inputs, targets)`` pair of tensors, or a Dataset of single samples. With several
-    processes it is the part of this one; a Dataset is the whole, of which each process reads its part.
+    under ``target_key``, one ``(inputs, targets)`` pair, or a Dataset of single samples; see ``core/sources.py``. With
+    several processes it is the part of this one; a Dataset is the whole, of which each process reads its part.
     """
 
     source: Iterable[Any]
@@ -100,21 +60,11 @@ class Data:
     stream: Stream | None = None  # the random numbers that the source draws, if not from the global generators as is
     processes: Processes = ALONE  # those that read the other parts
     arranged: Callable[[Batch], Batch] | None = None  # applied to every batch, see ``Network.arranging``
+    dtype: torch.dtype | None = None  # of the tensors that arrays of inputs become; None refuses arrays
 
     def __post_init__(self) -> None:
         KEY.check("target_key", self.target_key)
-        if not hasattr(self.source, "__iter__") and not hasattr(self.source, "__getitem__"):
-            raise DataError(
-                f"{self.name} is a {type(self.source).__name__}; expected a DataLoader or a list of batches."
-            )
-        if isinstance(self.source, Dataset) and not isinstance(self.source, IterableDataset):
-            object.__setattr__(self, "source", whole_loader(self.source, self.processes))
-        # Only iterators are tested: opening a loader may start worker processes.
-        if hasattr(self.source, "__next__") and iter(self.source) is self.source:
-            raise DataError(
-                f"{self.name} is a one-shot iterator; some methods pass over the data twice. "
-                "Give a DataLoader, a list of batches, or any object that can be iterated again."
-            )
+        object.__setattr__(self, "source", as_source(self.source, self.name, self.processes, self.dtype))
         if self.share is not None and not self.processes.alone:
             self.share.refuse_other(self.processes, self.name)
 
@@ -125,7 +75,9 @@ class Data:
 
     def beside(self, source: Iterable[Any], name: str) -> Data:
         """Return other data, read in the same way and by the same processes."""
-        return Data(source, self.device, self.target_key, self.progress, name, processes=self.processes)
+        return Data(
+            source, self.device, self.target_key, self.progress, name, processes=self.processes, dtype=self.dtype
+        )
 
     @property
     def weighted(self) -> bool:
@@ -142,14 +94,11 @@ class Data:
 
         Data with weights are refused unless the caller is ``weighted``: it uses them, or needs none.
         """
-        source = self.source
-        if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Tensor | Weighted):
-            source = [source]
         reading = None if self.in_memory else Reading()
         rows, share = 0, self.share
-        items = ProgressBar(source, label, visible=True) if self.progress and label else source
+        items = ProgressBar(self.source, label, visible=True) if self.progress and label else self.source
         for position, item in enumerate(self._read(items)):
-            batch = self._unpacked(item)
+            batch = batch_of(item, self.target_key, self.dtype)
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
             batch = self._checked(batch, position)
@@ -325,23 +274,6 @@ class Data:
             )
         return batches or [batch.to(self.device) for batch in lent]
 
-    def _unpacked(self, item: Any) -> Batch:
-        """Return an item as a batch; its weights, if there are any, are not checked yet."""
-        if isinstance(item, Mapping):
-            name = target_name(item, self.target_key)
-            return _batch({k: v for k, v in item.items() if k != name}, item[name], name)
-        if isinstance(item, tuple | list) and len(item) == 2:
-            if isinstance(item[0], Mapping) and self.target_key and self.target_key in item[0]:
-                raise DataError(f"the target key {self.target_key!r} names an input of an (inputs, targets) batch.")
-            return _batch(item[0], item[1])
-        seen = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
-        raise DataError(
-            f"a batch is a {seen}; expected (inputs, targets) or a mapping with a target key. "
-            "Several inputs go into a tuple: ((x1, x2), y); weights need lw.samples.weighted(loader); arrays become "
-            "tensors with torch.as_tensor; other items "
-            "are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, targets))."
-        )
-
     def _checked(self, batch: Batch, position: int) -> Batch:
         if batch.targets.is_complex():
             raise DataError(f"targets are {batch.targets.dtype}; expected real numbers. Give real and imaginary parts.")
@@ -354,97 +286,3 @@ class Data:
         if batch.weights is not None:
             weights = checked_weights(batch.weights, batch.n_samples, self.device, where)
         return Batch(inputs, targets, batch.key, weights)
-
-
-def _batch(inputs: Inputs, targets: Any, key: str | None = None) -> Batch:
-    """Return the batch of targets as a user gives them, with weights or without."""
-    if isinstance(targets, Weighted):
-        return Batch(inputs, _targets(targets.targets), key, targets.weights)
-    return Batch(inputs, _targets(targets), key)
-
-
-def whole_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[Any]:
-    """Return a loader of a data set of single samples; of several processes, each reads its part of it.
-
-    A loader draws a seed for workers at every pass, from a generator of its own here: the global one is the user's.
-    """
-    part = None if processes.alone else Part(dataset, processes.group)  # type: ignore[arg-type]
-    return DataLoader(dataset, BATCH, sampler=part, generator=torch.Generator())
-
-
-def digest(batch: Batch) -> bytes:
-    """Return a few bytes that two batches share only if all their numbers are the same."""
-    total = hashlib.blake2b(digest_size=16)
-    for tensor in (*tensors_in(batch.inputs), batch.targets):
-        total.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return total.digest()
-
-
-def refuse_copies(marks: Sequence[Any], name: str, same: Callable[[Any, Any], bool] = operator.eq) -> None:
-    """Raise if two processes have the same mark of their data; None stands for no mark."""
-    known = [(rank, mark) for rank, mark in enumerate(marks) if mark is not None]
-    for (one, first), (other, second) in combinations(known, 2):
-        if same(first, second):
-            raise DataError(
-                f"{name}: processes {one} and {other} read the same rows, which would count twice; expected a part for "
-                "each process. Give the Dataset itself, or a loader with "
-                "sampler=lw.samples.Part(dataset, process_group), or cut a list: batches[rank::size]."
-            )
-
-
-def _targets(given: Any) -> Tensor:
-    """Return targets as a tensor; raise if they are no numbers."""
-    try:
-        return torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"the targets of a batch are {seen(given)}; expected a tensor, or numbers that torch.as_tensor takes."
-        ) from error
-
-
-def as_data(
-    source: Iterable[Any] | Data, device: torch.device, target_key: str | None = None, name: str = "data"
-) -> Data:
-    """Return the source as batches on the device; ``Data`` as it is."""
-    return source if isinstance(source, Data) else Data(source, device, target_key, name=name)
-
-
-def merged(batches: Iterable[Batch], rows: int | Callable[[Inputs], int]) -> Iterator[Batch]:
-    """Yield consecutive batches of plain tensors, joined until they hold at least ``rows`` samples.
-
-    ``rows`` is a number, or a function from the inputs of a batch to the number for samples like these.
-
-    The result of a pass does not depend on the batch size, but its cost does: each call has a fixed cost.
-    Batches that are not tensors of one shape stay as they are.
-    """
-    waiting: list[Batch] = []
-    count, form = 0, None
-    for batch in batches:
-        before, form = form, _plain_rows(batch)
-        if waiting and form != before:
-            yield _joined(waiting)
-            waiting, count = [], 0
-        waiting.append(batch)
-        count += batch.n_samples
-        if form is None or count >= (rows(batch.inputs) if callable(rows) else rows):
-            yield _joined(waiting)
-            waiting, count = [], 0
-    if waiting:
-        yield _joined(waiting)
-
-
-def _plain_rows(batch: Batch) -> tuple[Any, ...] | None:
-    """Return shapes and dtypes of the rows of inputs and targets; None if the inputs are not one tensor of rows."""
-    x, y = batch.inputs, batch.targets
-    if not isinstance(x, Tensor) or not x.ndim or not y.ndim or len(x) != len(y):
-        return None
-    return x.shape[1:], x.dtype, y.shape[1:], y.dtype, batch.weights is None
-
-
-def _joined(batches: list[Batch]) -> Batch:
-    if len(batches) == 1:
-        return batches[0]
-    inputs, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "targets"))
-    weights = [batch.weights for batch in batches if batch.weights is not None]
-    return Batch(inputs, targets, weights=torch.cat(weights) if weights else None)

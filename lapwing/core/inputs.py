@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lapwing.core.samples import SampleSet, standard, tensors_of
+from lapwing.core.settings import is_array
 from lapwing.errors import DataError
 
 Inputs = Any  # a tensor or a set of samples, or a tuple, list or mapping of those
@@ -49,11 +50,11 @@ def rebuilt(sequence: Inputs, values: list[Inputs]) -> Inputs:
     return type(sequence)(*values) if hasattr(sequence, "_fields") else type(sequence)(values)
 
 
-def as_tensors(tree: Any, dtype: torch.dtype) -> Inputs:
+def as_tensors(tree: Any, dtype: torch.dtype, what: str = "inputs") -> Inputs:
     """Return the same nesting with every NumPy array and data frame as a tensor; everything else as it is.
 
     Floating-point numbers get the dtype, which is that of the model; whole numbers stay whole, for embeddings. NumPy is
-    not imported here: an array exists only where its user has imported it.
+    not imported here: an array exists only where its user has imported it. ``what`` names them in errors.
 
     Raises:
         DataError: If an array holds text, objects or complex numbers, or has masked entries.
@@ -61,13 +62,13 @@ def as_tensors(tree: Any, dtype: torch.dtype) -> Inputs:
     if isinstance(tree, LEAVES):
         return tree
     if isinstance(tree, Mapping) and not hasattr(tree, "__array__"):
-        return {key: as_tensors(value, dtype) for key, value in tree.items()}
+        return {key: as_tensors(value, dtype, what) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return rebuilt(tree, [as_tensors(value, dtype) for value in tree])
-    return _from_array(tree, dtype) if hasattr(tree, "__array__") and not isinstance(tree, type) else tree
+        return rebuilt(tree, [as_tensors(value, dtype, what) for value in tree])
+    return _from_array(tree, dtype, what) if is_array(tree) else tree
 
 
-def _from_array(given: Any, dtype: torch.dtype) -> Tensor:
+def _from_array(given: Any, dtype: torch.dtype, name: str) -> Tensor:
     """Return a copy of an array as a tensor."""
     array = given.__array__()
     kind = {"b": torch.bool, "i": torch.int64, "u": torch.int64, "f": dtype}.get(array.dtype.kind)
@@ -75,7 +76,7 @@ def _from_array(given: Any, dtype: torch.dtype) -> Tensor:
     if kind is None or masked:
         what = "masked entries" if masked else f"the dtype {array.dtype}"
         raise DataError(
-            f"the inputs are a {type(given).__name__} with {what}; expected numbers. Encode text and categories as "
+            f"the {name} are a {type(given).__name__} with {what}; expected numbers. Encode text and categories as "
             "numbers, fill in what is missing, and give the values as one array."
         )
     plain = array.astype({torch.bool: "bool", torch.int64: "int64"}.get(kind, "float64"), order="C")
@@ -223,7 +224,7 @@ class SampleRows:
         if not any(n_rows(t) or t.ndim for _, t in leaves if isinstance(t, Tensor)):
             raise DataError(
                 f"the inputs are {type(inputs).__name__} and hold no tensor with a batch dimension; expected (B, ...). "
-                "Turn arrays into tensors with torch.as_tensor, and give the batches of a loader one by one."
+                "Give the batches of a loader one by one."
             )
         rows = {key: n_rows(t) for key, t in leaves}
         sizes = {n for key, n in rows.items() if self.known.get(key)} or {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+import operator
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -130,3 +132,15 @@ def next_epoch(source: Any, epoch: int) -> None:
     """Tell the sampler of a loader the number of the epoch, as PyTorch asks for one that shuffles parts."""
     for sampler in _samplers(source):
         sampler.set_epoch(epoch)
+
+
+def refuse_copies(marks: Sequence[Any], name: str, same: Callable[[Any, Any], bool] = operator.eq) -> None:
+    """Raise if two processes have the same mark of their data; None stands for no mark."""
+    known = [(rank, mark) for rank, mark in enumerate(marks) if mark is not None]
+    for (one, first), (other, second) in combinations(known, 2):
+        if same(first, second):
+            raise DataError(
+                f"{name}: processes {one} and {other} read the same rows, which would count twice; expected a part for "
+                "each process. Give the Dataset itself, or a loader with "
+                "sampler=lw.samples.Part(dataset, process_group), or cut a list: batches[rank::size]."
+            )

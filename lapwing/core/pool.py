@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.core.inputs import (
     Inputs,
     Leaf,
@@ -192,7 +193,7 @@ def _blocks(data: Data, kept: int) -> Iterator[Block]:
     waiting: list[Batch] = []
     taken = 0
     per_sample: tuple[bool, ...] = ()  # in all batches so far: one alone may have as many rows as a context by chance
-    for batch in Data(data.source, home, data.target_key, arranged=data.arranged).batches("batches"):
+    for batch in Data(data.source, home, data.target_key, arranged=data.arranged, dtype=data.dtype).batches("batches"):
         more = sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
         flags = row_per_sample(batch)
         # Batches of another form are never joined: they start again.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from lapwing.core.interrupts import poll
+from lapwing.core.settings import FLAG, NONE
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -29,18 +31,21 @@ def showing(visible: bool) -> Iterator[None]:
         _SHOWING.reset(token)
 
 
-def shows_inner_progress(visible: Callable[[Any], bool]) -> Callable[[Call], Call]:
-    """Decorate a function with an argument ``progress``: computations inside show theirs if ``visible(progress)``."""
+def shows_progress(progress: bool | None) -> bool:
+    """Return whether to show progress bars; None means: only on a terminal."""
+    (FLAG | NONE).check("progress", progress)
+    return sys.stderr.isatty() if progress is None else progress
 
-    def decorate(call: Call) -> Call:
-        @functools.wraps(call)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with showing(visible(kwargs.get("progress"))):
-                return call(*args, **kwargs)
 
-        return run  # type: ignore[return-value]
+def shows_inner_progress(call: Call) -> Call:
+    """Decorate a function with an argument ``progress``: computations inside show theirs if it says so."""
 
-    return decorate
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with showing(shows_progress(kwargs.get("progress"))):
+            return call(*args, **kwargs)
+
+    return cast(Call, run)
 
 
 def is_showing() -> bool:

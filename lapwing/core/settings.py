@@ -87,7 +87,9 @@ GENERATOR = Rule("torch.Generator().manual_seed(...), or None", lambda v: isinst
 PATH = Rule("the path of a file, a str or a pathlib.Path", lambda v: isinstance(v, str | os.PathLike) and str(v))
 KEY = Rule('a key such as "labels", or None', lambda v: isinstance(v, str | None))
 FUNCTION = Rule("a function", lambda v: callable(v) and not isinstance(v, type | torch.nn.Module))
-DATA = Rule("a DataLoader, a list of (inputs, targets) batches or a pair of tensors", lambda v: is_data(v), DataError)
+DATA = Rule(
+    "a DataLoader, a list of (inputs, targets) batches, or a pair of tensors or arrays", lambda v: is_data(v), DataError
+)
 INTEGER = Rule("an integer", is_integer)
 NUMBER = Rule("a positive number", lambda v: _all_numbers(v, lambda t: t > 0) and not _parts(v), DataError)
 NUMBERS = Rule("a positive number, or one for each output", lambda v: _all_numbers(v, lambda t: t > 0), DataError)
@@ -101,12 +103,17 @@ TENSOR = Rule(
 )
 
 
+def is_array(value: Any) -> bool:
+    """Return whether the value is a tensor, a NumPy array, a data frame or one of its columns."""
+    return hasattr(value, "__array__") and not isinstance(value, type)
+
+
 def is_data(value: Any) -> bool:
     """Return whether the value can hold batches: it has parts, and is no text, mapping, set, array, model or class.
 
     An iterator has parts. ``Data`` refuses it and says why.
     """
-    if isinstance(value, str | bytes | set | Mapping | torch.nn.Module | type) or hasattr(value, "dtype"):
+    if isinstance(value, str | bytes | set | Mapping | torch.nn.Module | type) or is_array(value):
         return False
     return any(hasattr(value, member) for member in ("__iter__", "__getitem__", "batches"))
 

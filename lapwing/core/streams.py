@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from lapwing.core.data import TARGET_KEYS, read, whole_loader
+from lapwing.core.data import read
 from lapwing.core.inputs import LEAVES, Inputs, as_tensors, check_finite, moved, n_rows, place_name, placed, tensors_in
 from lapwing.core.parts import share_of
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import undisturbed
 from lapwing.core.settings import KEY, is_data, seen
+from lapwing.core.sources import whole_loader
+from lapwing.core.weights import TARGET_KEYS
 from lapwing.errors import DataError
 
 

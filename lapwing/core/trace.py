@@ -43,7 +43,18 @@ class Trace:
     steps: tuple[Step, ...] = ()
     findings: tuple[str, ...] = ()
     scores: Mapping[str, float] = field(default_factory=dict)  # NLL of the alternatives that were compared, by name
-    scored_on: str = ""  # "training" or "validation" data
+    scored_on: str = ""  # "training" or "validation" data; scores on the latter are cross-validated
+
+    @property
+    def comparison(self) -> str:
+        """The scores of the alternatives in words.
+
+        >>> Trace("Integrate", scores={"plain network": 1.25, "mixture": 0.5}, scored_on="validation").comparison
+        'cross-validated NLL on validation data: plain network 1.25, mixture 0.5'
+        """
+        scores = ", ".join(f"{name} {score:.4g}" for name, score in self.scores.items())
+        how = "cross-validated " if self.scored_on == "validation" else ""
+        return f"{how}NLL on {self.scored_on} data: {scores}"
 
     def after(self, earlier: Trace | None) -> Trace:
         """Return this trace with the findings of an earlier one before its own.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.settings import DATA, KEY, seen
+from lapwing.core.settings import DATA, KEY, is_array, seen
 from lapwing.errors import DataError
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
@@ -81,7 +81,7 @@ def weighted(data: Iterable[Any], key: str = "weights", target_key: str | None =
 
     Args:
         data: A loader or a list with batches ``(inputs, targets, weights)`` or mappings, or one such batch of three
-            tensors. Weights are (B,), finite and not negative.
+            tensors or arrays. Weights are (B,), finite and not negative.
         key: The key of the weights in batches that are mappings.
         target_key: The key of the targets in these, as for ``fit``.
 
@@ -99,8 +99,8 @@ def weighted(data: Iterable[Any], key: str = "weights", target_key: str | None =
     DATA.check("data", data)
     KEY.check("key", key)
     KEY.check("target_key", target_key)
-    if isinstance(data, tuple) and len(data) == 3 and isinstance(data[1], Tensor):
-        return [(data[0], Weighted(data[1], data[2]))]
+    if isinstance(data, tuple) and len(data) == 3 and is_array(data[1]):
+        return data[0], Weighted(data[1], data[2])
     if not hasattr(data, "__iter__"):
         raise DataError(
             f"data is a {type(data).__name__} of single samples; expected batches. Wrap it in a DataLoader first."

@@ -14,7 +14,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, merged
+from lapwing.core.batches import merged
+from lapwing.core.data import Data
 from lapwing.core.inputs import check_finite
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.random import numbered_generator

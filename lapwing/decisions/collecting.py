@@ -5,7 +5,7 @@ A loader that shuffles gives other rows at the next pass, so predictions and tar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lapwing.core.data import Batch, Data, merged, shows_progress
+from lapwing.core.batches import Batch, merged
+from lapwing.core.data import Data
 from lapwing.core.inputs import Inputs, as_tensors
+from lapwing.core.progress import shows_progress
 from lapwing.core.settings import DATA, seen
+from lapwing.core.sources import is_pair
 from lapwing.core.streams import InputStream, has_places, is_loader
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.networks.network import Network
@@ -56,7 +59,7 @@ def batches_of(
 ) -> Iterator[Batch]:
     """Yield the batches of a loader, small ones joined as one pass of the network takes them."""
     DATA.check(name, data)
-    source = Data(data, network.device, target_key, shows_progress(progress), name)
+    source = Data(data, network.device, target_key, shows_progress(progress), name, dtype=network.arithmetic)
     return merged(source.batches(name), network.joined)
 
 
@@ -114,13 +117,15 @@ def input_batches(posterior: Any, x: Inputs, target_key: str | None, progress: b
 
 
 def one_or_loader(network: Network, data: Any) -> Any:
-    """Return inputs or a loader as they are, and a pair ``(inputs, targets)`` as the only batch of a loader.
+    """Return inputs or a loader as they are, and a tuple as a list of batches: of one if it is ``(inputs, targets)``.
 
-    A tuple is a pair unless it has the tensors of a network with several inputs.
+    A tuple is neither if it has the tensors of a network with several inputs.
     """
     places = network.input_places
-    pair = isinstance(data, tuple) and not (places and has_places(data, places))
-    return [data] if pair else data
+    if not isinstance(data, tuple) or (places and has_places(data, places)):
+        return data
+    batches = not is_pair(data) and all(isinstance(item, tuple | list | Mapping) for item in data)
+    return list(data) if batches else [data]
 
 
 def refuse_shuffled(loader: Any, name: str) -> None:

@@ -85,7 +85,7 @@ class Decides(Protocol):
         ``aurc`` of squared errors. See ``lw.metrics``. The ``nll`` is that of all outputs of an input together.
 
         Args:
-            data: A loader, a Dataset or batches with targets that were not used for the fit; read once.
+            data: Data as for ``fit``, with targets, that were not used for the fit; read once.
             level: The probability of the intervals whose coverage and width are scored, for numbers.
             confidence: The probability of the bootstrap intervals.
             resamples: How often the inputs are drawn again.
@@ -147,7 +147,7 @@ class Decides(Protocol):
         predictive, so that intervals are wide where noise or doubt are large. "constant": |y - mean|, for comparison.
 
         Args:
-            calibration: A loader, a Dataset or batches with targets that were not used before; read once.
+            calibration: Data as for ``fit``, with targets, that were not used before; read once.
             level: The probability to cover the target.
             score: "adaptive" or "threshold" for classes and for one binary label, "scaled" or "constant" for numbers.
             groups: For coverage in each group: a function from a batch of inputs to group numbers (B,), or the group
@@ -202,7 +202,7 @@ class Decides(Protocol):
         (1 - ``confidence``) / 20, so that all hold together; the highest one whose bound is at most ``risk`` is taken.
 
         Args:
-            calibration: A loader, a Dataset or batches with targets that were not used before; read once.
+            calibration: Data as for ``fit``, with targets, that were not used before; read once.
             risk: The largest share of wrong answers among those made, such as 0.01.
             confidence: The probability, over calibration data, that the bound holds.
             by: The uncertainty: "confidence" (one minus the largest probability; the default for labels), "entropy",
@@ -254,8 +254,8 @@ class Decides(Protocol):
         guaranteed about inputs from elsewhere: how many of them are found depends on the score and on what they are.
 
         Args:
-            calibration: A loader, a Dataset or batches like the training data, with or without targets, that were not
-                used before. Targets are not used.
+            calibration: Data as for ``fit``, or inputs alone, that are like the training data and were not used
+                before. Targets are not used.
             by: The score: "entropy" of the predictive (the default for labels), "mutual_information" of targets and
                 outputs, or "variance" of the outputs, summed over them (the default for numbers).
             rate: The largest probability of a false alarm.

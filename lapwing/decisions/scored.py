@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch
+from lapwing.core.batches import Batch
 from lapwing.core.memory import fitting
 from lapwing.core.random import independent_generator
 from lapwing.core.settings import GENERATOR, PROBABILITY, integer

@@ -113,11 +113,12 @@ def evaluate(
     """Rank several posteriors by their NLL on held-out data, with all other scores, costs and the plain network.
 
     All predict the same rows in one pass, so that differences are paired. ``lw.compare`` ranks by the evidence, without
-    held-out data. The plain network is added under its name unless one of the posteriors is that, once for each model.
+    held-out data. The plain network is added once for each model, unless one of the posteriors is that: as "plain
+    network", or "plain network of" the first posterior of its model if there are several models.
 
     Args:
         posteriors: From names to posteriors, all about the same targets. They may have different networks.
-        data: A loader, a Dataset or batches with targets that no posterior was fitted to or validated on.
+        data: Data as for ``fit``, with targets, that no posterior was fitted to or validated on.
         level: The probability of the intervals whose coverage and width are scored, for numbers.
         confidence: The probability of the bootstrap intervals.
         resamples: How often the inputs are drawn again.
@@ -168,28 +169,38 @@ def evaluate(
 
 def _plain_networks(posteriors: Mapping[str, Decides]) -> dict[str, tuple[Any, Any]]:
     """Return the plain network of each model that has none among the posteriors, by name."""
-    plain: dict[str, tuple[Any, Any]] = {}
-    models = {id(each.network.model) for each in posteriors.values() if not each.posterior.has_spread}
+    first: dict[int, str] = {}  # posterior of each model
     for name, fitted in posteriors.items():
-        if id(fitted.network.model) not in models:
-            models.add(id(fitted.network.model))
-            free = PLAIN if not plain and PLAIN not in posteriors else f"{PLAIN} of {name}"
-            plain[free] = (fitted, plain_of(fitted))
-    return plain
+        first.setdefault(id(fitted.network.model), name)
+    given = {id(each.network.model) for each in posteriors.values() if not each.posterior.has_spread}
+    alone = len(first) == 1 and PLAIN not in posteriors
+    return {
+        PLAIN if alone else f"{PLAIN} of {name}": (posteriors[name], plain_of(posteriors[name]))
+        for model, name in first.items() if model not in given
+    }  # fmt: skip
+
+
+def kind_of(posterior: Any) -> str:
+    """Return what a posterior without error bars from its weights is, in words; nothing if it has some."""
+    if not posterior.has_spread:
+        return PLAIN
+    if posterior is posterior.base or any(cell.scale for cell in posterior.cells):
+        return ""
+    return f"{PLAIN} with {'refitted noise' if posterior.problem.likelihood.has_tails else 'a temperature'}"
 
 
 def _costs(fitted: Decides | None) -> tuple[int, int | None]:
     """Return the number of uncertain weights, and the bytes that the posterior stores, where they are cheap to know."""
     if fitted is None or not fitted.posterior.has_spread:
         return 0, 0
-    base = fitted.posterior.base
+    base, weights = fitted.posterior.base, 0 if kind_of(fitted.posterior) else fitted.network.selection.size
     if base.is_sampled or base.solves_for_inputs:
-        return fitted.network.selection.size, None
+        return weights, None
     try:
         stored = _nbytes(fitted.posterior.state()) if hasattr(fitted.posterior, "state") else None
     except UnsupportedError:  # a method without a file form
         stored = None
-    return fitted.network.selection.size, stored
+    return weights, stored
 
 
 def _nbytes(state: State) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import shows_progress
 from lapwing.core.inputs import Inputs, refuse_meta
 from lapwing.core.memory import budget, refuse_beyond
 from lapwing.core.progress import shows_inner_progress
@@ -37,7 +36,7 @@ NOISE = Rule(
 
 @outside_autocast
 @torch.inference_mode(False)
-@shows_inner_progress(shows_progress)
+@shows_inner_progress
 def fit(
     model: nn.Module,
     x: Inputs,

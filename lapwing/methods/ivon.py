@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.core.pool import shuffled
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import Stream, derived_generator, normal

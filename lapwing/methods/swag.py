@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.core.pool import shuffled
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import derived_generator, normal

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lapwing.core.batches import Batch
 from lapwing.core.checkpoints import without_checkpoints
-from lapwing.core.data import Batch
 from lapwing.core.images import DIMS, pixels
 from lapwing.core.inputs import Inputs, call, map_tensors, takes, tensors_in
 from lapwing.core.interrupts import deferred, poll
@@ -228,6 +228,12 @@ def device_of(model: nn.Module) -> torch.device:
             raise ModelError("the model is on the meta device and has no numbers; load its weights first.")
         return parameter.device
     raise ModelError("the model has no parameters, so there is nothing to be uncertain about; expected at least one.")
+
+
+def arithmetic_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype that the model computes in: the coarsest of its weights."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def has_dropout(module: nn.Module) -> bool:

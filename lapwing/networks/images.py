@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch
+from lapwing.core.batches import Batch
 from lapwing.core.images import ImageForm
 from lapwing.core.inputs import Inputs, map_tensors, placed
 from lapwing.errors import DataError, InputError

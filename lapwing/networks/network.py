@@ -5,30 +5,30 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lapwing.core.batches import Batch
 from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.counting import LargestResult
-from lapwing.core.data import Batch, Data
-from lapwing.core.images import DIMS, ImageForm
-from lapwing.core.inputs import Inputs, SampleRows, check_finite, place_name, placed, take, wants_slopes
+from lapwing.core.data import Data
+from lapwing.core.images import ImageForm
+from lapwing.core.inputs import Inputs, SampleRows, place_name, take, wants_slopes
 from lapwing.core.memory import gathered
-from lapwing.core.schema import MOST, Array, Either, Flag, Later, ListOf, MapOf, Maybe, Record, Text, Whole, distinct
 from lapwing.core.state import State, saved
 from lapwing.core.switches import math_attention
-from lapwing.errors import DataError, FileError, ModelError
+from lapwing.errors import DataError
 from lapwing.networks import passes
 from lapwing.networks.budget import Footprint
-from lapwing.networks.checks import examined, first_run, learn, refuse_random, refusing_changes
+from lapwing.networks.checks import learn
 from lapwing.networks.directional import forward_products
 from lapwing.networks.entries import Entries
+from lapwing.networks.examining import examine
 from lapwing.networks.forward import (
-    is_recurrent,
+    arithmetic_of,
     needs_plain_kernels,
     output_alone,
     plain_kernels,
@@ -39,16 +39,14 @@ from lapwing.networks.forward import (
     shaped,
     unwrapped,
 )
-from lapwing.networks.graph import forward_differs, read, refuse_wrong_gradients
-from lapwing.networks.head import find_head
+from lapwing.networks.graph import read
 from lapwing.networks.images import pixel_targets, seen_sizes, shapes_of_sample
-from lapwing.networks.jacobians import KINDS, Block
-from lapwing.networks.layout import Layout, arranged, footprint, refuse_other_parameters, widest_result
-from lapwing.networks.ops import operation
+from lapwing.networks.layout import Layout
 from lapwing.networks.patterns import Patterns, find_patterns
-from lapwing.networks.replica import Replica, can_be_copied
+from lapwing.networks.replica import Replica
 from lapwing.networks.selection import Selection, Weights, all_weights
-from lapwing.networks.several_outputs import Path, reached
+from lapwing.networks.several_outputs import Path
+from lapwing.networks.stored import read_facts, written
 from lapwing.networks.tangent import Tangent
 
 
@@ -69,7 +67,7 @@ class Network:
     private: bool = True  # whether a private copy runs, see Replica
     known: Mapping[str, bool] = field(default_factory=dict, repr=False)  # see SampleRows.known
     last_operation: str = ""  # the operation that made the output, such as "sigmoid"; not saved
-    head: str = ""  # the weight of the linear map that makes the outputs, if one does and it is selected; not saved
+    head: str = ""  # the weight of the linear map that makes the outputs, if one does and it is selected
     image: tuple[int, ...] = ()  # (H, W) or (D, H, W) of the first batch if outputs are images; others may differ
     output: Path = ()  # which of several outputs of the model, by its keys and positions; empty for the only one
     _memory: _Memory = field(init=False, repr=False)
@@ -86,106 +84,25 @@ class Network:
         model = unwrapped(model)
         refuse_training_mode(model)
         refuse_distributed(model)
-        weights = all_weights if weights is None else weights
-        recurrent, needed = is_recurrent(model), weights.needs(model)
-        plain = needs_plain_kernels(model, recurrent)
-        rows, replica = SampleRows(), Replica(model, needed, can_be_copied(model), output)
-        inputs = examined(inputs)
-        count = rows.count(inputs)
-        if count is None:  # only the outputs tell how many samples there are
-            with refusing_changes(replica.trial()) as one:
-                count = len(output_alone(one, inputs, plain))
-        if count == 1:  # a single sample does not show which rows all samples share: take it twice
-            rows = rows.learned(inputs, 1)
-            tensors_alone = all(isinstance(leaf, Tensor) for _, leaf in placed(inputs))  # a set says it itself
-            twice = torch.zeros(2, dtype=torch.long)
-            inputs = take(inputs, rows.per_sample(inputs, 1), twice) if tensors_alone else inputs
-        replica, raw, image = first_run(replica, inputs, plain)
-        tensors = dict(replica.model.named_parameters())
-        f = shaped(raw.detach())
-        check_finite(f, "outputs of the network")
-        refuse_random(replica.model, inputs, plain)  # first: random outputs look like mixed samples
-        rows = learn(replica.model, inputs, raw.detach(), rows, plain, copied=count == 1)
-        if raw.grad_fn is None:
-            raise ModelError("the output does not depend on any selected parameter; choose other weights.")
-        graph = read(raw, tensors, needed)
-        refuse_wrong_gradients(graph)
-        selection = weights.choose(model, graph)
-        if output and selection.index is None:
-            with plain_kernels(plain):
-                selection = reached(selection, raw, tensors)
-        widest = widest_result(graph, len(raw))
-        if len(needed) < len(tensors):  # layers before them are not in the graph
-            two = take(inputs, rows.per_sample(inputs, len(raw)), slice(0, 2))
-            with LargestResult() as largest:
-                output_alone(replica.model, two, plain)
-            widest = max(widest, largest.numbers // 2)
-        if selection.names != needed:
-            replica = replace(replica, names=selection.names)
-            tensors = dict(replica.model.named_parameters())
-            with recording(tensors, selection.names, plain):
-                raw = raw_output(replica.model, inputs)
-            graph = read(raw, tensors, selection.names)
-        with plain_kernels(plain):
-            patterns, _ = find_patterns(raw, graph, recurrent)
-        layout = arranged(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
-        counts = selection.counts
-        sizes = replace(footprint(layout, graph, raw, f[0].numel(), recurrent, counts), widest=widest)
-        forward_mode = not recurrent and not forward_differs(graph)
-        follows = (operation(node).norm(node) and node.next_functions[0][0] for node in graph.nodes)
-        normalised = any(follows) or any(isinstance(module, nn.RMSNorm) for module in model.modules())
-        facts = tuple(f.shape[1:]), sizes, forward_mode, recurrent, normalised
-        head = find_head(graph, layout)
-        learned = None, replica.private, rows.known, graph.last, "" if head is None else head.use.name
-        network = cls(model, selection, layout, *facts, *learned, image, output)
-        network._memory.replica = replica
-        if f.ndim == 3:
-            key = shapes_of_sample(inputs, rows.per_sample(inputs, len(raw)))
-            network._memory.sizes[key] = image or (f.shape[1],)
+        seen = examine(model, inputs, all_weights if weights is None else weights, output)
+        network = cls(
+            model, seen.selection, seen.layout, seen.output_shape, seen.footprint, seen.forward_mode, seen.recurrent,
+            seen.normalised, None, seen.replica.private, seen.rows.known, seen.last_operation, seen.head, seen.image,
+            output,
+        )  # fmt: skip
+        network._memory.replica = seen.replica
+        network._memory.sizes.update(seen.sizes)
         return network
 
     def state(self) -> State:
         """Return what a file needs, besides the model, to build the network again."""
-        settings = {
-            "names": self.selection.names, "shapes": self.selection.shapes,
-            "layout": [asdict(block) for block in self.layout], "footprint": self.footprint.numbers,
-            "output_shape": self.output_shape, "forward_mode": self.forward_mode, "recurrent": self.recurrent,
-            "normalised": self.normalised, "private": self.private, "known": dict(self.known),
-            **({"image": self.image} if self.image else {}), **({"output": self.output} if self.output else {}),
-        }  # fmt: skip
-        tensors = {"index": self.selection.index, "shift": self.shift}
-        return State("Network", settings, {name: t for name, t in tensors.items() if t is not None})
+        return written(self)
 
     @classmethod
     def from_state(cls, state: State, model: nn.Module) -> Network:
         """Build the network of this model from its state."""
-        sizes = ListOf(Whole())
-        layout = Record(
-            Block, kind=Text(KINDS), weight=Text(), shape=sizes, bias=Maybe(Text()), groups=Whole(1), why=Text()
-        )
-        most = Whole(0, 2**40)
-        later = Later(most)
-        fields = state.read(
-            names=ListOf(Text()), shapes=ListOf(sizes), layout=ListOf(layout), output_shape=ListOf(Whole(1)),
-            footprint=Record(
-                Footprint, width=Whole(1, 2**40), patches=most, whole=most, graph=later, live=later, widest=later
-            ),
-            forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
-            shift=Maybe(Array((None,))), image=Later(ListOf(Whole(1))),
-            output=Later(ListOf(Either(Text(), Whole(-MOST)))),
-            index=Maybe(Array((None,), 0, whole=True, also=distinct)),
-        )  # fmt: skip
-        names, shapes, shift = fields.pop("names"), fields.pop("shapes"), fields.pop("shift")
-        selection = Selection(names, shapes, fields.pop("index"))
-        refuse_other_parameters(selection, fields["layout"], model)
-        if fields["recurrent"] != is_recurrent(model) or len(fields["output_shape"]) not in (1, 2):
-            raise FileError("the file has other facts about the network than the model: recurrent layers, output shape")
-        image = fields.get("image", ())
-        if image and (len(image) not in DIMS or (math.prod(image),) != fields["output_shape"][:-1]):
-            raise FileError(f"the file has images {image} and outputs {fields['output_shape']}; expected their pixels")
-        if shift is not None and len(shift) != selection.size:
-            raise FileError(f"the file shifts {len(shift)} weights; expected {selection.size}")
-        return cls(model, selection, **fields).shifted(shift)
+        facts, shift = read_facts(state, model)
+        return cls(model, **facts).shifted(shift)
 
     @cached_property
     def plain(self) -> bool:
@@ -206,8 +123,7 @@ class Network:
     @cached_property
     def arithmetic(self) -> torch.dtype:
         """The dtype that the network itself computes in: the coarsest of its weights."""
-        dtypes = {p.dtype for p in self.replica.parameters() if p.is_floating_point()}
-        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        return arithmetic_of(self.replica)
 
     @property
     def entries(self) -> tuple[Entries, ...] | None:
@@ -316,6 +232,15 @@ class Network:
         if shape == self.output_shape:
             return self
         return self._same_model(output_shape=shape, footprint=self.footprint.scaled(shape[0], self.output_shape[0]))
+
+    def reading(self, source: Any, name: str = "data", **options: Any) -> Data:
+        """Return what a user gives as data, as this network reads them: on its device, and arrays in its dtype.
+
+        ``options`` are further fields of ``Data``. The targets of images are arranged, those of ``Data`` too.
+        """
+        if isinstance(source, Data):
+            return self.arranging(source)
+        return self.arranging(Data(source, self.device, name=name, dtype=self.arithmetic, **options))
 
     def arranging(self, data: Data) -> Data:
         """Return the data with the targets of every batch in the form of the outputs, see ``arranged``."""

@@ -18,13 +18,13 @@ def configuration(posterior: Any) -> dict[str, str]:
     """Return method, weights, likelihood, prior, noise and tuner in words."""
     selection, base, trace = posterior.network.selection, posterior.base, posterior.trace
     total = sum(p.numel() for p in posterior.network.model.parameters())
-    prior = base.problem.prior
+    prior, centre = base.problem.prior, "" if posterior.posterior is base else " at the centre of the mixture"
     facts = {
         "model": type(posterior.network.model).__name__,
         "method": posterior.method or type(base).__name__,
         "weights with error bars": f"{selection.size:,} of {total:,}",
         "likelihood": type(posterior.likelihood).__name__,
-        "prior": f"{type(getattr(prior, 'given', prior)).__name__}, precision {_numbers(prior.values)}",
+        "prior": f"{type(getattr(prior, 'given', prior)).__name__}, precision {_numbers(prior.values)}{centre}",
     }
     if posterior.why:
         facts["reason for the method"] = posterior.why

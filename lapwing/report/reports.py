@@ -43,7 +43,7 @@ class Reports(Decides, Protocol):
         write equal files. It needs ``pip install 'lapwing[report]'``.
 
         Args:
-            data: A loader, a Dataset or batches with targets that were not used for the fit; read twice, the second
+            data: Data as for ``fit``, with targets, that were not used for the fit; read twice, the second
                 time 2,000 inputs at most.
             path: Where to write the page.
             title: Its heading; the name of the model by default.

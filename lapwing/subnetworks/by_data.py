@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.api import problem_of
-from lapwing.core.data import Data, shows_progress
+from lapwing.core.data import Data
+from lapwing.core.progress import shows_progress
 from lapwing.core.settings import NONE, Rule
 from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
 from lapwing.curvature.seeds import Seeds
 from lapwing.curvature.sweep import Sweep
+from lapwing.fitting import problem_of
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.swag import SWAG
-from lapwing.networks.forward import device_of, outside_autocast
+from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Subnetwork, Weights
 from lapwing.posteriors.weight_space import WeightPosterior
@@ -187,7 +188,7 @@ def problem_and_data(
     progress: bool | None,
 ) -> tuple[Problem, Data]:
     """Return the problem over the candidates, and the data in the form of its outputs."""
-    batches = Data(data, device_of(model), target_key, shows_progress(progress))
+    batches = Data(data, device_of(model), target_key, shows_progress(progress), dtype=arithmetic_of(model))
     problem = problem_of(model, batches, likelihood, within, prior)
     positions_of(model, problem.network.selection)  # refuse frozen candidates before the passes
     return problem, problem.network.arranging(batches)

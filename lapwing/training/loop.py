@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.core.parts import next_epoch
 from lapwing.core.progress import ProgressBar
 from lapwing.core.random import Stream

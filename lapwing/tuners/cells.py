@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data, merged
+from lapwing.core.batches import Batch, merged
+from lapwing.core.data import Data
 from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs

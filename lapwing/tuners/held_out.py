@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, as_data
+from lapwing.core.data import Data
 from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.inputs import Inputs
@@ -238,7 +238,7 @@ def held_out_scores(candidates: Sequence[Any], source: Iterable[Any] | Data, met
     as fit in memory together.
     """
     network = candidates[0].problem.network
-    data = network.arranging(as_data(source, network.device))
+    data = network.reading(source)
     passes: list[_Pass] = []
     n_scored = 0
     while n_scored < len(candidates):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data, as_data
+from lapwing.core.data import Data
 from lapwing.core.inputs import placed, tensors_in
 from lapwing.core.settings import DATA, NONE, POSITIVE_VALUES, Rule, require
 from lapwing.core.trace import Trace
@@ -87,7 +87,7 @@ class Integrate:
         """Return the mixture."""
         base = posterior.base
         network, likelihood = base.problem.network, base.problem.likelihood
-        data = network.arranging(as_data(self.data, network.device, name="validation"))
+        data = network.reading(self.data, "validation")
         grid = grid_of(base, self.ratios, self.temperatures)
         scores, counts = counted_scores(grid, data)
         if likelihood.has_tails and likelihood.learns_dispersion:
@@ -98,7 +98,7 @@ class Integrate:
         compared, worse = compared_scores(grid, scores, counts)
         findings = (*worse, *_edges(grid, weights), *self._repeated(data))
         mixture = MixturePosterior.of(grid.bases, grid.beliefs, grid.cells, weights)
-        trace = Trace("Integrate", "validation NLL", findings=findings, scores=compared, scored_on="validation")
+        trace = Trace("Integrate", "cross-validated NLL", findings=findings, scores=compared, scored_on="validation")
         return mixture.with_trace(trace.after(base.trace))
 
     def _repeated(self, data: Data) -> tuple[str, ...]:

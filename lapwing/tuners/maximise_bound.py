@@ -100,8 +100,7 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
     total = torch.zeros((), dtype=torch.float64, device=network.device)
     processes = getattr(posterior, "processes", ALONE)
     with processes.together():
-        part = data if isinstance(data, Data) else Data(data, network.device, processes=processes)
-        for term in terms(core.problem, network.arranging(part), block):
+        for term in terms(core.problem, network.reading(data, processes=processes), block):
             total = total + term(core.problem)
         total = processes.total(total)
     return total - 0.5 * core.problem.prior.penalty(core.theta.double())

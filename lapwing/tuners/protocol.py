@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import is_dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from lapwing.core.data import Data, as_data
+from lapwing.core.data import Data
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.settings import FUNCTION, Rule, is_data
 from lapwing.errors import UnsupportedError
@@ -70,13 +70,13 @@ def spread(tuner: Tuner, processes: Processes, network: Network) -> Tuner:
     own = getattr(tuner, "data", None)
     if processes.group is None or not is_dataclass(tuner) or not is_data(own) or isinstance(own, Data):
         return tuner
-    part = Data(own, network.device, name=f"data of {type(tuner).__name__}", processes=processes)
+    part = network.reading(own, f"data of {type(tuner).__name__}", processes=processes)
     part.look()  # raises if other processes read the same
-    return replace(tuner, data=network.arranging(part))  # type: ignore[type-var, return-value]
+    return replace(tuner, data=part)  # type: ignore[type-var, return-value]
 
 
 def required_data(tuner: str, source: Iterable[Any] | Data | None, network: Network) -> Data:
     """Return the data of a tuner, or raise if it has none."""
     if source is None:
         raise UnsupportedError(f"{tuner} needs the training data: {tuner}(data), or give it to fit().")
-    return network.arranging(as_data(source, network.device))
+    return network.reading(source)

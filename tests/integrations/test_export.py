@@ -54,13 +54,10 @@ def expected(posterior: lw.Fitted, x: Tensor) -> tuple[Tensor, Tensor]:
     return predictive.mean, predictive.variance
 
 
-@pytest.mark.parametrize("name", ["kron", "full", "diagonal", "ekron", "mixture", "regression"])
-def test_another_batch_through_both(name: str, tmp_path: Path) -> None:
-    posterior, path = fitted(name), tmp_path / "net.onnx"
-    module = posterior.as_module("moments")
+def both_equal(module: nn.Module, theirs: tuple[Tensor, Tensor], path: Path) -> None:
+    """Export the module in both ways, and compare what they return for another batch with ``theirs``."""
     dynamic = (({0: torch.export.Dim("batch")},),)
     exported = torch.export.export(module, (X[:5],), dynamic_shapes=dynamic)
-    theirs = expected(posterior, Z)
     for ours, value in zip(exported.module()(Z), theirs, strict=True):
         assert_near(ours, value, LIMIT)
     torch.onnx.export(module, (X[:5],), str(path), dynamo=True, dynamic_shapes=dynamic, verbose=False)
@@ -68,6 +65,20 @@ def test_another_batch_through_both(name: str, tmp_path: Path) -> None:
     answers = session.run(None, {session.get_inputs()[0].name: Z.numpy()})
     for answer, value in zip(answers, theirs, strict=True):
         assert_near(torch.from_numpy(answer), value, LIMIT)
+
+
+@pytest.mark.parametrize("name", ["kron", "full", "diagonal", "ekron", "mixture", "regression"])
+def test_another_batch_through_both(name: str, tmp_path: Path) -> None:
+    posterior = fitted(name)
+    both_equal(posterior.as_module("moments"), expected(posterior, Z), tmp_path / "net.onnx")
+
+
+@pytest.mark.parametrize("name", ["kron", "full", "mixture", "regression"])
+def test_after_loading(name: str, tmp_path: Path) -> None:
+    posterior, path = fitted(name), tmp_path / "net.lapwing"
+    posterior.save(path)
+    loaded = lw.load(path, net(2 if name == "regression" else CLASSES))
+    both_equal(loaded.as_module("moments"), expected(posterior, Z), tmp_path / "net.onnx")
 
 
 def test_all_weights_are_refused_with_the_reason() -> None:

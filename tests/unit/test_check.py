@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.check import LEGEND
 from lapwing.methods.protocol import Cost
 from lapwing.registry import METHODS
 
@@ -205,6 +206,14 @@ def test_the_budget_limits_the_peak() -> None:
     with lw.memory.limited("8MB"):
         little = lw.check(wide, inputs(512), data=10**5).costs["Diagonal"].peak
     assert little < 0.5 * lw.check(wide, inputs(512), data=10**5).costs["Diagonal"].peak
+
+
+def test_every_column_has_a_line_in_the_legend() -> None:
+    text = str(lw.check(small(), inputs()))
+    heads = next(line for line in text.splitlines() if line.startswith("method")).split()[1:]
+    explained = [line.split()[0] for line in LEGEND.splitlines()]
+    assert explained == ["shared", *heads]
+    assert LEGEND in text
 
 
 def test_the_report_lines_up() -> None:

@@ -433,6 +433,24 @@ def test_a_tensor_that_cannot_be_the_saved_one(name: str, wrong: str, tmp_path: 
         lw.load(path, model)
 
 
+@pytest.mark.parametrize("head", [None, "4.bias", 5])
+def test_the_last_linear_map_in_a_file(head: Any, tmp_path: Path) -> None:
+    """Files of earlier versions have none. One that is the weight of no block is refused."""
+    model, path, _ = written(tmp_path)
+    file = Contents.of(path.read_bytes())
+    settings = file.root["parts"]["network"]["settings"]
+    assert settings["head"] == "4.weight"
+    settings["head"] = head
+    if head is None:
+        del settings["head"]
+    path.write_bytes(file.packed())
+    if head is None:
+        assert lw.load(path, model).network.head == ""
+        return
+    with pytest.raises(lw.errors.FileError, match=r"is damaged: .*expected"):
+        lw.load(path, model)
+
+
 def test_flipped_bytes_are_noticed(tmp_path: Path) -> None:
     """A damaged disk changes numbers, not names: the header alone cannot tell."""
     model, path, content = written(tmp_path)

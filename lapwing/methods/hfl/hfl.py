@@ -248,8 +248,9 @@ class HFL:
         )
         if self.calibration is None:
             return posterior
-        held_out = Data(self.calibration, problem.network.device, data.target_key, name="calibration")
-        return calibrated(posterior, problem.network.arranging(held_out))
+        return calibrated(
+            posterior, problem.network.reading(self.calibration, "calibration", target_key=data.target_key)
+        )
 
     def _push(
         self, problem: Problem, responder: AnyResponder, data: Data, variant: str, generator: torch.Generator

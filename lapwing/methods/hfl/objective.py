@@ -10,7 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.core.inputs import Inputs, map_tensors
 from lapwing.core.memory import fitting
 from lapwing.core.switches import math_attention, quiet

@@ -10,7 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.core.spectra import eigh
 from lapwing.core.trace import Step, Trace
 from lapwing.curvature.blockwise import prior_precision

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.core.gaussian import FunctionGaussian
 from lapwing.core.memory import runs
 from lapwing.core.pool import shuffled

@@ -39,6 +39,16 @@ def test_several_posteriors_are_ranked_with_one_plain_network(run: Run, tmp_path
     assert values == sorted(values)
 
 
+def test_networks_without_error_bars_are_named_as_such(run: Run, tmp_path: Path, posterior: Path) -> None:
+    words = f"fit {FITTED} --data train.npz --likelihood classification --method map_only --out"
+    plain, scaled = tmp_path / "map.lapwing", tmp_path / "scaled.lapwing"
+    assert run(f"{words} {plain}").code == run(f"{words} {scaled} --validation test.npz").code == 0
+    rows = run(f"{EVALUATE} {plain} {scaled} --data test.npz --json").facts["evaluation"]["rows"]
+    assert {row["name"] for row in rows} == {
+        "classifier", "map (plain network)", "scaled (plain network with a temperature)",
+    }  # fmt: skip
+
+
 def test_seeds_change_the_bootstrap_alone(run: Run, posterior: Path) -> None:
     ran = [run(f"{EVALUATE} --data test.npz --json --seed {seed}").facts for seed in (1, 1, 2)]
     nll = [each["evaluation"]["scores"]["nll"]["posterior"] for each in ran]

@@ -29,16 +29,6 @@ def test_batches_pass_in_order() -> None:
     assert torch.equal(torch.cat([x for x, _ in pairs]), X)
 
 
-def test_one_pair_of_tensors_is_one_batch() -> None:
-    assert [len(y) for _, y in batches((X, Y))] == [5]
-    ((inputs, _),) = batches(((X, X), Y))
-    assert isinstance(inputs, tuple)
-
-
-def test_two_batches_in_a_tuple_are_two_batches() -> None:
-    assert [len(y) for _, y in batches(((X[:2], Y[:2]), (X[2:], Y[2:])))] == [2, 3]
-
-
 def test_a_pass_over_a_data_set_leaves_the_global_random_numbers() -> None:
     """PyTorch's loader draws a seed at every pass."""
     model, dataset = nn.Linear(3, 5), TensorDataset(X, Y)

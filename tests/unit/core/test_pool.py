@@ -13,7 +13,8 @@ from torch import Tensor
 
 import lapwing as lw
 import lapwing.core.pool
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.core.pool import Pool, drawn_numbers, joined, shuffled
 from tests import problems
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lapwing.core.data import shows_progress
-from lapwing.core.progress import ProgressBar
+from lapwing.core.progress import ProgressBar, shows_progress
 
 
 @pytest.mark.parametrize("visible", [False, True])

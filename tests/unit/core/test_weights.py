@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.core.data import Data, merged
+from lapwing.core.batches import merged
+from lapwing.core.data import Data
 from lapwing.errors import DataError, UnsupportedError
 
 CPU = torch.device("cpu")

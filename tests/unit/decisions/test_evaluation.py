@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing import metrics
 from lapwing.decisions.evaluation import Compared
+from lapwing.decisions.several import kind_of
 from lapwing.errors import DataError
 from lapwing.metrics import ScoreInterval
 from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor
@@ -219,6 +221,21 @@ def test_a_given_plain_network_is_not_added_again() -> None:
     assert {row.name for row in table.rows} == {"full", "map"}
     own = classifier().evaluate([(x, y)], resamples=50)
     assert table["map"].scores["nll"].value == pytest.approx(own["nll"].plain.value)
+
+
+def test_plain_networks_of_several_models_and_one_with_a_temperature_have_names_of_their_own() -> None:
+    x, y = classes(40, generator(14))
+    model = classifier().network.model
+    other = lw.fit(copy.deepcopy(model), [(x, y)], "classification", prior=1.0)
+    given = {"full": classifier(), "again": classifier(), "other": other}
+    table = lw.evaluate(given, [(x, y)], resamples=5)
+    assert {row.name for row in table.rows} == {*given, "plain network of full", "plain network of other"}
+    scaled = lw.fit(model, [(x, y)], "classification", method=lw.baselines.MapOnly(), validation=[(x, y)])
+    table = lw.evaluate({"scaled": scaled}, [(x, y)], resamples=5)
+    assert {row.name: row.weights for row in table.rows} == {"scaled": 0, "plain network": 0}
+    plain = lw.fit(model, [(x, y)], "classification", method=lw.baselines.MapOnly())
+    kinds = [kind_of(each.posterior) for each in (scaled, plain, classifier())]
+    assert kinds == ["plain network with a temperature", "plain network", ""]
 
 
 def test_refusals() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,17 @@ def test_closed_forms_are_predictions(name: str) -> None:
         assert_near(logits.softmax(-1), posterior.predict(Z).probs, LIMIT)
         assert_near(posterior.as_module("probs")(Z), posterior.predict(Z).probs, LIMIT)
         assert_near(logits.exp().sum(-1), torch.ones(NEW), LIMIT)  # log-probabilities
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_closed_forms_after_loading(name: str, tmp_path: Path) -> None:
+    """A file knows the last layer, without a batch of inputs to find it with."""
+    posterior, path = closed(name), tmp_path / "net.lapwing"
+    posterior.save(path)
+    module = lw.load(path, posterior.network.model).as_module("moments")
+    assert isinstance(module, ClosedForm)
+    for ours, theirs in zip(module(Z), moments(posterior, Z), strict=True):
+        assert_near(ours, theirs.reshape(ours.shape), LIMIT)
 
 
 @pytest.mark.parametrize("name", OTHERS)

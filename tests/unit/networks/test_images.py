@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Batch
+from lapwing.core.batches import Batch
 from lapwing.core.images import ImageForm
 from lapwing.errors import DataError
 from lapwing.networks.budget import Footprint

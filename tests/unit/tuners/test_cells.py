@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.core.data import as_data
+from lapwing.core.data import Data
 from lapwing.tuners.cells import MOST, RARE, TEMPERATURES, grid_of, log_scores, mixture_weights, thinned
 from tests.tolerances import SOLVED, assert_close
 
@@ -19,7 +19,7 @@ def test_thinning_drops_precisions_and_gives_the_plain_network_no_weight() -> No
     y = x.sum(1, keepdim=True) + 0.3 * torch.randn(60, 1, generator=generator)
     posterior = lw.fit(nn.Linear(3, 1), (x[:40], y[:40]), "regression", prior=1.0, progress=False).posterior
     grid = grid_of(posterior, None, TEMPERATURES)
-    scores = log_scores(grid, as_data((x[40:], y[40:]), torch.device("cpu")))
+    scores = log_scores(grid, Data((x[40:], y[40:]), torch.device("cpu")))
     few = thinned(grid, scores)
     before, after = (mixture_weights(each.log_prior, scores) for each in (grid, few))
     number = torch.tensor([cell.belief for cell in grid.cells])
@@ -36,7 +36,7 @@ def test_scores_in_parts_are_the_same_scores() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(9, 3, generator=generator), torch.randint(0, 3, (9,), generator=generator)
     posterior = lw.fit(nn.Linear(3, 3).double(), (x.double(), y), "classification", prior=1.0).posterior
-    grid, data = grid_of(posterior, None, TEMPERATURES), as_data((x.double(), y), torch.device("cpu"))
+    grid, data = grid_of(posterior, None, TEMPERATURES), Data((x.double(), y), torch.device("cpu"))
     whole = log_scores(grid, data)
     with lw.memory.limited(1):
         assert_close(log_scores(grid, data), whole, SOLVED)
@@ -51,7 +51,7 @@ def test_a_limit_of_tokens_runs_no_more_samples_than_it_needs(ignored: bool) -> 
         y[:, 1] = y[0] = -100
     model = nn.Linear(2, 3).double()
     posterior = lw.fit(model, [(x, y)], "classification", prior=1.0).posterior
-    grid, data = grid_of(posterior, None, TEMPERATURES), as_data([(x[:7], y[:7]), (x[7:], y[7:])], torch.device("cpu"))
+    grid, data = grid_of(posterior, None, TEMPERATURES), Data([(x[:7], y[:7]), (x[7:], y[7:])], torch.device("cpu"))
     counts: list[int] = []
     posterior.problem.network.replica.register_forward_pre_hook(lambda _, args: counts.append(len(args[0])))
     scores = log_scores(grid, data, 13)

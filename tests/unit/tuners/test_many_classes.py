@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import as_data
+from lapwing.core.data import Data
 from lapwing.core.function_samples import FunctionSamples
 from lapwing.networks.tangent import Tangent
 from lapwing.posteriors import draws
@@ -78,17 +78,17 @@ def test_cells_are_scored_by_the_same_draws(tokens: bool, fit_in: int, monkeypat
     expected = scores_written_out(grid, x, y)
     monkeypatch.setattr(draws, "temporary", lambda device: fit_in)  # whole, or in pieces of a few rows
     no_jacobians(monkeypatch)
-    assert_close(log_scores(grid, as_data((x, y), torch.device("cpu"))), expected)
+    assert_close(log_scores(grid, Data((x, y), torch.device("cpu"))), expected)
 
 
 def test_data_that_do_not_count_are_left_out() -> None:
     net, data, (x, y) = problem(tokens=True)
     posterior = lw.fit(net, data, "classification", method=lw.Diagonal(curvature="fisher_mc"), prior=1.0).posterior
     grid = grid_of(posterior, RATIOS, TEMPERATURES)
-    whole = log_scores(grid, as_data((x, y), torch.device("cpu"))).reshape(10, 2, -1)
+    whole = log_scores(grid, Data((x, y), torch.device("cpu"))).reshape(10, 2, -1)
     some = y.clone()
     some[3], some[4, 0] = -100, -100
-    scores = log_scores(grid, as_data((x, some), torch.device("cpu")))
+    scores = log_scores(grid, Data((x, some), torch.device("cpu")))
     kept = torch.ones(10, 2, dtype=torch.bool)
     kept[3], kept[4, 0] = False, False
     assert_close(scores[scores.abs().sum(1) > 0], whole[kept])
@@ -141,7 +141,7 @@ def test_held_out_scores_equal_those_of_the_cells() -> None:
     candidates = [posterior.with_problem(posterior.problem.with_precisions(prior * ratio)) for ratio in RATIOS]
     scores = held_out_scores(candidates, (x, y), nll)
     grid = grid_of(posterior, RATIOS, (1.0,))
-    by_cell = -log_scores(grid, as_data((x, y), torch.device("cpu"))).mean(0)
+    by_cell = -log_scores(grid, Data((x, y), torch.device("cpu"))).mean(0)
     assert_close(scores[0], by_cell[: len(RATIOS)])
 
 
@@ -150,7 +150,7 @@ def test_scores_by_functions_are_near_those_by_variances(monkeypatch: pytest.Mon
     net, data, (x, y) = problem()
     posterior = lw.fit(net, data, "classification", method=lw.Kron(curvature="fisher_mc"), prior=20.0).posterior
     grid = grid_of(posterior, (1.0, 10.0), TEMPERATURES)
-    read = lambda: log_scores(grid, as_data((x, y), torch.device("cpu"))).mean(0)
+    read = lambda: log_scores(grid, Data((x, y), torch.device("cpu"))).mean(0)
     drawn = read()
     monkeypatch.setattr(draws, "MANY", 10**9)
     exact = read()

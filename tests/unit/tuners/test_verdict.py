@@ -87,11 +87,12 @@ def test_summaries_name_method_mixture_and_scores() -> None:
     net, data = confident()
     held_out = (data[0] + 0.1 * torch.randn_like(data[0]), data[1])
     text = lw.fit(net, data, "classification", validation=held_out).summary()
-    assert text.startswith("Kron over 514 of 514 weights, Categorical: precision ")
-    assert "A mixture of " in text
-    assert "validation NLL: plain network " in text
+    assert text.startswith("Kron over 514 of 514 weights, Categorical: mixture of ")
+    assert " with its centre at precision " in text.splitlines()[0]
+    assert text.splitlines()[1].startswith("A mixture of ")
+    assert "cross-validated NLL on validation data: plain network " in text
     assert "temperature scaling " in text
     guarded = lw.fit(net, data, "classification")
-    assert "training NLL" in guarded.summary()
+    assert "; NLL on training data: plain network " in guarded.summary()
     assert "validation data would calibrate" in guarded.summary()
     assert "\n" not in repr(guarded)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.methods.hfl.objective import Objective
 from lapwing.networks.functionals import scalar
 from tests import problems

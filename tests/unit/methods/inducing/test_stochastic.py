@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.core.data import Batch, Data
+from lapwing.core.batches import Batch
+from lapwing.core.data import Data
 from lapwing.linalg.variational import Inducing
 from lapwing.linalg.whitening import smooth_whitening
 from lapwing.methods.inducing.anchors import Anchors

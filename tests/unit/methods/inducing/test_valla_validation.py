@@ -188,7 +188,7 @@ def test_points_at_all_data_get_the_prior_that_validation_data_want() -> None:
 
 def test_validation_data_are_named_where_they_do_not_fit() -> None:
     for count in (5, 100):
-        with pytest.raises(lw.errors.DataError, match="validation is a int; expected a DataLoader"):
+        with pytest.raises(lw.errors.DataError, match="validation is 3; expected a DataLoader"):
             fitted(lw.VaLLA(count), validation=3)
         with pytest.raises(lw.errors.DataError, match="inputs of batch 0 of validation: 1 of 2 entries are NaN"):
             fitted(lw.VaLLA(count), validation=[(torch.tensor([[torch.nan], [0.0]], dtype=D), torch.zeros(2, 1))])
