@@ -12,7 +12,7 @@ INTEGRATIONS := .venv-integrations
 	pytest uci peer clean
 
 run: $(RUN)
-	$(BIN)/lapwing demo --out out
+	PYTHONDONTWRITEBYTECODE= $(BIN)/lapwing demo --out out
 
 # mypy takes one core for a minute: beside it, the tests have begun.
 test: $(READY)
@@ -20,14 +20,15 @@ test: $(READY)
 
 setup: $(READY)
 
-# Set up once; again only when the pins or the dependencies change. `make run` needs nothing for development.
+# Set up once; again only when the pins or the dependencies change. `make run` needs nothing for development. Nothing is
+# compiled in advance, which takes half a minute: Python compiles what is imported, and keeps it for the next time.
 $(RUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[run]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[run]"
 	touch $@
 
 $(READY): $(RUN)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[test]"
 	touch $@
 
 lint: $(READY)

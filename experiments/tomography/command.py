@@ -12,7 +12,7 @@ from experiments.tomography.scanning import DesignSettings, designed, quick
 from experiments.tomography.study import Study, StudySettings
 from lapwing.demo.result import Report
 
-TINY: dict[str, Any] = {"steps": 20, "channels": 3, "size": 14}  # of the quick form
+TINY: dict[str, Any] = {"steps": 20, "channels": 3, "size": 12}  # of the quick form
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     changes |= {name: getattr(arguments, name) for name in ("steps", "channels") if getattr(arguments, name)}
     settings, choice = replace(StudySettings(), **changes), replace(quick(DesignSettings()), **changes)
     if arguments.quick:
-        settings = replace(settings, angles=5, samples=16)
+        settings = replace(settings, angles=5, samples=16, tuning=50)
         choice = replace(choice, counts=(2, 3), candidates=6)
     study = Study.of(settings, arguments.seed, progress)
     results = (

@@ -85,6 +85,9 @@ def _from_array(given: Any, dtype: torch.dtype, name: str) -> Tensor:
 
 def tensors_in(tree: Inputs) -> Iterator[Tensor]:
     """Yield every tensor of a nesting, in order, those of sets of samples too."""
+    if isinstance(tree, Tensor):
+        yield tree
+        return
     for _, leaf in placed(tree):
         yield from (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf)
 
@@ -126,7 +129,7 @@ def call(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
 
     ``more`` are further arguments by keyword.
     """
-    if any(isinstance(leaf, SampleSet) for _, leaf in placed(inputs)):
+    if not isinstance(inputs, Tensor) and any(isinstance(leaf, SampleSet) for _, leaf in placed(inputs)):
         inputs = map_leaves(inputs, lambda leaf: leaf if isinstance(leaf, Tensor) else leaf.arguments())
     if isinstance(inputs, Mapping):
         if accepts(model, (), inputs):

@@ -54,26 +54,21 @@ class Rule:
     error: type[LapwingError] = UnsupportedError
     names: Collection[str] = ()  # to ask whether one of them was meant
 
+    def admits(self, value: Any) -> bool:
+        """Return whether the value is as expected."""
+        try:
+            return bool(self.holds(value))
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # another type does not even take the test
+            return False
+
     def check(self, name: str, value: Any) -> None:
         """Raise unless the value is as expected."""
-        try:
-            good = bool(self.holds(value))
-        except (TypeError, ValueError, RuntimeError, AttributeError):  # another type does not even take the test
-            good = False
-        if not good:
+        if not self.admits(value):
             raise self.error(f"{name} is {seen(value)}; expected {self.expected}.{nearest(value, self.names)}")
 
     def __or__(self, other: Rule) -> Rule:
         expected = f"{self.expected}, or {other.expected}"
-        return Rule(expected, lambda v: _holds(self, v) or _holds(other, v), self.error, (*self.names, *other.names))
-
-
-def _holds(rule: Rule, value: Any) -> bool:
-    try:
-        rule.check("", value)
-    except LapwingError:
-        return False
-    return True
+        return Rule(expected, lambda v: self.admits(v) or other.admits(v), self.error, (*self.names, *other.names))
 
 
 NONE = Rule("None", lambda v: v is None)
@@ -120,6 +115,8 @@ def is_data(value: Any) -> bool:
 
 def _all_numbers(value: Any, test: Callable[[Tensor], Tensor]) -> bool:
     """Return whether the value is a number, a sequence (n,) or such a tensor, all finite and passing the test."""
+    if type(value) in (int, float):  # as most are, and without tensors this is quick
+        return math.isfinite(value) and bool(test(value))
     t = torch.as_tensor(value).detach()
     return (
         not t.is_complex()
@@ -132,7 +129,7 @@ def _all_numbers(value: Any, test: Callable[[Tensor], Tensor]) -> bool:
 
 def _parts(value: Any) -> int:
     """Return the number of dimensions of a number, a sequence or a tensor."""
-    return torch.as_tensor(value).ndim
+    return 0 if type(value) in (int, float) else torch.as_tensor(value).ndim
 
 
 def integer(least: int = 1) -> Rule:

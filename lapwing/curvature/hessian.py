@@ -30,7 +30,7 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
     if network.shift is not None:
         raise UnsupportedError("the Hessian exists at the trained weights only; use curvature='ggn'.")
     selection = network.selection
-    tensors = dict(network.replica.named_parameters())
+    tensors = network.parameters
     chosen = [tensors[name] for name in selection.names]
     total = torch.zeros(selection.size, selection.size, dtype=torch.float64, device=network.device)
     loss_sum, count = 0.0, 0.0

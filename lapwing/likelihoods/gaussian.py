@@ -22,6 +22,7 @@ from lapwing.predictives.student import StudentPredictive
 TENSOR_OR_NONE = Rule(
     "a tensor, or None", lambda v: isinstance(v, Tensor | None), DataError
 )  # a search sets the values
+NUMBER_OR_NONE, NUMBERS_OR_NONE = NUMBER | NONE, NUMBERS | NONE
 DEGREES = Rule(
     "an even number from 4, or infinity",
     lambda v: is_real(v) and (v == math.inf or (v >= 4 and v % 2 == 0)),
@@ -64,7 +65,7 @@ class Gaussian(Likelihood):
     ratios: Tensor | None = None
 
     def __post_init__(self) -> None:
-        require(self, noise_std=NUMBERS | NONE, per_output=FLAG, degrees=DEGREES, tail_scale=NUMBER)
+        require(self, noise_std=NUMBERS_OR_NONE, per_output=FLAG, degrees=DEGREES, tail_scale=NUMBER)
         require(self, phi=TENSOR_OR_NONE, ratios=TENSOR_OR_NONE)
         if self.noise_std is None:
             return
@@ -115,7 +116,7 @@ class Gaussian(Likelihood):
         refuse_other_loss("Gaussian", (f - self.targets(f, y)).square().mean(), own)
 
     def check_outputs(self, f: Tensor) -> None:
-        require(self, phi=NUMBER | NONE, ratios=NUMBERS | NONE)
+        require(self, phi=NUMBER_OR_NONE, ratios=NUMBERS_OR_NONE)
 
     def _scale(self, f: Tensor) -> Tensor:
         return f.new_ones(f.shape[-1]) if self.ratios is None else self.ratios.to(f).rsqrt()

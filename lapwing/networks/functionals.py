@@ -31,7 +31,7 @@ def weight_slope(network: Network, function: Functional, x: Inputs | None = None
 def _slope_in_weights(network: Network, function: Functional) -> Tensor:
     """Return the gradient in the selected parameters, (P,), of a scalar function of all parameters by name."""
     with torch.inference_mode(False), torch.enable_grad():
-        tensors = {name: tensor.detach().to(network.dtype) for name, tensor in network.replica.named_parameters()}
+        tensors = {name: tensor.detach().to(network.dtype) for name, tensor in network.parameters.items()}
         leaves = {name: tensors[name].requires_grad_() for name in network.selection.names}
         value = scalar(_called(function, tensors, "weights by name"))
         if not value.requires_grad:

@@ -112,12 +112,12 @@ class Network:
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return next(self.replica.parameters()).device
+        return next(iter(self.parameters.values())).device
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of factors and Jacobians: the widest of the model's, and float32 at least."""
-        dtypes = [p.dtype for p in self.replica.parameters() if p.is_floating_point()]
+        dtypes = [p.dtype for p in self.parameters.values() if p.is_floating_point()]
         return reduce(torch.promote_types, dtypes, torch.float32)
 
     @cached_property
@@ -144,9 +144,14 @@ class Network:
         """The private copy of the model, which runs in its place: the model itself is never changed."""
         return self._memory.replica.model
 
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters of the private copy, by name."""
+        return self._memory.replica.parameters
+
     def theta(self) -> Tensor:
         """Return the selected weights as they are, (P,)."""
-        tensors = dict(self.replica.named_parameters())
+        tensors = self.parameters
         full = torch.cat([tensors[name].detach().reshape(-1).to(self.dtype) for name in self.selection.names])
         return self.selection.picked(full)
 
@@ -253,7 +258,7 @@ class Network:
 
     def weights(self, d: Tensor) -> dict[str, Tensor]:
         """Return the selected parameters by name, with d (P,) added to them."""
-        tensors, parts = dict(self.replica.named_parameters()), self.selection.split(d)
+        tensors, parts = self.parameters, self.selection.split(d)
         return {name: tensors[name].detach() + part.to(tensors[name]) for name, part in parts.items()}
 
     def under(self, weights: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
@@ -289,7 +294,7 @@ class Network:
         None keeps it if the inputs want slopes.
         """
         differentiable = wants_slopes(inputs) if differentiable is None else differentiable
-        tensors = dict(self.replica.named_parameters())
+        tensors = self.parameters
         # The fused kernels of attention have no second derivative.
         kernels = math_attention if differentiable else contextlib.nullcontext()
         with recording(tensors, self.selection.names, self.plain), kernels:

@@ -68,7 +68,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
     variance quadrupled too. A weight whose direction does not matter either, dead or saturated, is no group. Cost: up
     to four forward passes for each layer, and a backward pass; the model is not changed.
     """
-    tensors = {name: p.detach() for name, p in network.replica.named_parameters() if name in network.selection.names}
+    tensors = {name: p.detach() for name, p in network.parameters.items() if name in network.selection.names}
     inputs = examined(inputs)
     base = _run(network, inputs, {}, tensors)
     size = base.f.abs().max().clamp_min(torch.finfo(base.f.dtype).tiny)

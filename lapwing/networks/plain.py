@@ -32,7 +32,7 @@ class PlainPasses:
 @contextmanager
 def plain_passes(network: Network, inputs: Inputs, names: tuple[str, ...]) -> Iterator[PlainPasses]:
     """Yield the passes to run inside the block; gradients are those of the named parameters."""
-    tensors = dict(network.replica.named_parameters())
+    tensors = network.parameters
     with recording(tensors, names, network.plain), lent(network.replica) as one:
         parameters = [p for name, p in one.named_parameters() if name in names]
 

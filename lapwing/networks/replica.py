@@ -12,7 +12,7 @@ import copy
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,15 +63,21 @@ class Replica:
     @property
     def model(self) -> nn.Module:
         """The copy; made again if the model was moved to another device or dtype."""
-        if not self.private:
-            return self.source
+        return self._current().model if self.private else self.source
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters of the copy by name; a copy has the same ones as long as it lives."""
+        return self._current().parameters if self.private else dict(self.source.named_parameters())
+
+    def _current(self) -> _Made:
         made = self._made
         if made is None or made.is_stale(self.source):
             with LOCK:
                 made = self._made
                 if made is None or made.is_stale(self.source):
                     made = self._made = _Made(self.source, self.names, self.output)
-        return made.model
+        return made
 
     def trial(self) -> nn.Module:
         """Return a copy for a single run, which shows what the run changed; without a private copy the model."""
@@ -87,6 +93,7 @@ class _Made:
         self.first = next(((p, leaves[id(p)]) for p in source.parameters() if id(p) in leaves), None)
         self.model = shareable(copied(source, leaves))
         vars(self.model)[OUTPUT] = output
+        self.parameters: Mapping[str, nn.Parameter] = dict(self.model.named_parameters())
 
     def is_stale(self, source: nn.Module) -> bool:
         """Return whether the copy belongs to another model, or the model was moved; the first parameter tells.

@@ -245,7 +245,7 @@ class Tangent:
         network, f = self.network, self.network_output
         names = tuple(block.weight for block in network.layout if not block.has_rule)
         per_sample = network.per_sample(self.inputs)
-        with recording(dict(network.replica.named_parameters()), network.selection.names, network.plain):
+        with recording(network.parameters, network.selection.names, network.plain):
             jacobians = sample_jacobians(
                 network.replica, self.inputs, per_sample, f.flatten(1), names, seeds.flatten(2)
             )

@@ -45,6 +45,22 @@ def ggn(case: Case) -> Tensor:
     return problems.dense_ggn(case, case.build())[1]
 
 
+PHI = 1.5  # the dispersion of all fits; curvatures are those of the dispersion one
+
+
+@pytest.fixture(scope="module")
+def fits(case: Case) -> dict[str, lw.Fitted]:
+    """The fits of one network, by method: posteriors are values, so tests can share them."""
+    return {}
+
+
+def fitted(fits: dict[str, lw.Fitted], case: Case, method: str) -> lw.Fitted:
+    if method not in fits:
+        likelihood = problems.likelihood(case).with_dispersion(torch.tensor(PHI, dtype=D))
+        fits[method] = lw.fit(case.build(), problems.batches(case), likelihood, method=METHODS[method], prior=1.0)
+    return fits[method]
+
+
 def curvature_matrix(posterior: lw.Fitted) -> Tensor:
     curvature = getattr(
         posterior.posterior.curvature, "part", posterior.posterior.curvature
@@ -67,15 +83,14 @@ def precisions(posterior: lw.Fitted) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_quadratic_logdet_and_samples_are_those_of_the_matrix(case: Case, method: str, new_jacobian: Tensor) -> None:
-    model = case.build()
-    phi = 1.5
-    likelihood = problems.likelihood(case).with_dispersion(torch.tensor(phi, dtype=D))
-    before = lw.fit(model, problems.batches(case), likelihood, method=METHODS[method], prior=1.0)
+def test_quadratic_logdet_and_samples_are_those_of_the_matrix(
+    case: Case, method: str, fits: dict[str, lw.Fitted], new_jacobian: Tensor
+) -> None:
+    before = fitted(fits, case, method)
     by_layer, by_weight = precisions(before)
     posterior = before.with_prior(lw.per_layer(by_layer))
     matrix = curvature_matrix(posterior)
-    expected = matrix / phi + torch.diag(by_weight)
+    expected = matrix / PHI + torch.diag(by_weight)
     covariance = torch.linalg.inv(expected)
     inputs = case.batch(4, seed=1)
     belief = posterior.functions(inputs)
@@ -88,9 +103,9 @@ def test_quadratic_logdet_and_samples_are_those_of_the_matrix(case: Case, method
     assert_close(precision.logdet(), torch.linalg.slogdet(expected)[1])
     # Where directions are left out, the evidence is charged the trace of what they hold.
     unseen = getattr(posterior.posterior.curvature, "unseen", lambda phi, prior: torch.zeros(1, dtype=D))
-    charged = unseen(torch.tensor(phi, dtype=D), posterior.prior).sum().clamp_min(0)
+    charged = unseen(torch.tensor(PHI, dtype=D), posterior.prior).sum().clamp_min(0)
     assert_close(
-        posterior.posterior.curvature.logdet(torch.tensor(phi, dtype=D), posterior.prior), precision.logdet() + charged
+        posterior.posterior.curvature.logdet(torch.tensor(PHI, dtype=D), posterior.prior), precision.logdet() + charged
     )
     rows = precision.sample(torch.eye(len(matrix), dtype=D))
     assert_close(rows.T @ rows, covariance)
@@ -100,23 +115,23 @@ def test_quadratic_logdet_and_samples_are_those_of_the_matrix(case: Case, method
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_every_block_keeps_the_trace_of_the_ggn(case: Case, sharing: str, ggn: Tensor) -> None:
+def test_every_block_keeps_the_trace_of_the_ggn(
+    case: Case, sharing: str, fits: dict[str, lw.Fitted], ggn: Tensor
+) -> None:
     """EKron's eigenvalues are exact in its basis, so its trace is; it is a GGN's diagonal in that basis."""
-    model = case.build()
-    method = lw.EKron(sharing=sharing)
-    posterior = lw.fit(model, problems.batches(case), problems.likelihood(case), method=method, prior=1.0)
+    posterior, kron = (fitted(fits, case, f"{method}_{sharing}") for method in ("ekron", "kron"))
     matrix = assembled(posterior.posterior.curvature)
     assert_close(matrix.trace(), ggn.trace())
-    kron = lw.fit(model, problems.batches(case), problems.likelihood(case), method=lw.Kron(sharing=sharing), prior=1.0)
     # The best diagonal in the Kronecker basis is no further from the GGN than the Kronecker product itself.
     near, far = (float((m - ggn).detach().norm()) for m in (matrix, assembled(kron.posterior.curvature)))
     assert near <= far * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("method", ["kron_expand", "ekron_expand"])
-def test_parameters_that_are_no_linear_map_get_their_own_exact_block(case: Case, method: str, ggn: Tensor) -> None:
-    model = case.build()
-    posterior = lw.fit(model, problems.batches(case), problems.likelihood(case), method=METHODS[method], prior=1.0)
+def test_parameters_that_are_no_linear_map_get_their_own_exact_block(
+    case: Case, method: str, fits: dict[str, lw.Fitted], ggn: Tensor
+) -> None:
+    posterior = fitted(fits, case, method)
     matrix = assembled(posterior.posterior.curvature)
     start = 0
     offsets = {}

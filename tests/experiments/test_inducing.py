@@ -45,7 +45,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> inducing.Inducing:
     )  # fmt: skip
 
 
-STEPS = 8  # of VaLLA, which does not need to converge here
+STEPS = 4  # of VaLLA, which does not need to converge here
 
 
 def limit_steps(patch: pytest.MonkeyPatch, most: int) -> None:

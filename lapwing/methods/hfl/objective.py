@@ -77,9 +77,13 @@ class Objective:
     def _mean(self) -> Tensor:
         return torch.as_tensor(self.prior.mean, dtype=self.dtype, device=self.centre.device)
 
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
     def weights(self, d: Tensor) -> dict[str, Tensor]:
         """Return all parameters by name, the selected ones at θ = centre + d, d (P,)."""
-        tensors = dict(self.model.named_parameters())
+        tensors = self._tensors
         steps = self.network.selection.split(d + (self.centre - self.start))
         return tensors | {name: tensors[name] + step for name, step in steps.items()}
 
