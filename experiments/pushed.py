@@ -39,9 +39,9 @@ class PushedImages:
     """Settings: a tanh network with two convolutions on a few images of Fashion-MNIST; digits are the strange images.
 
     It has 1,020 weights, few enough for the exact Hessian: training reaches the minimum under the prior, and every push
-    converges. Scales and the temperature are chosen on held-out training images. "distance" is how far the pushed weights
-    are from their limit, "difference" how far the variances of a form that pushes for every prediction are from the exact
-    ones, "standard error" that of random pushes as a share of the variance.
+    converges. Scales and the temperature are chosen on held-out training images. "distance" is how far the pushed
+    weights are from their limit, "difference" how far the variances of a form that pushes for every prediction are from
+    the exact ones, "standard error" that of random pushes as a share of the variance.
     """
 
     name: ClassVar[str] = "pushed"

@@ -161,9 +161,7 @@ def test_arrays_hold_the_bands_and_every_draw(result: Result) -> None:
     assert result.arrays["NLL exact"] == [scores(result)["Full/exact"]["NLL"]]
 
 
-def test_records_hold_every_draw(
-    result: Result, settings: inducing.Inducing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_hold_every_draw(result: Result, settings: inducing.Inducing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inducing, "run", lambda *given: result)
     records = list(settings.measure("toy", silent))
     assert len(records) == len(result.rows) + 2 * 7 * 2  # sizes, rows of each, draws
