@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from experiments.engine import printed
+from experiments.engine.contract import Record
 from experiments.engine.store import Stored, load, result_path
 from experiments.engine.tables import Summary, as_markdown, compared, grid, means, pivoted, ranks, summarised
 from lapwing.demo.result import number
@@ -26,7 +27,7 @@ OPTIONS = {  # of each kind of region
     "value of a file": printed.OPTIONS,
 }
 FORMS = {  # what follows the name of each kind of region, and how many words it has after the first
-    "result": ("NAME/FORM", 0),
+    "result": ("NAME/FORM or FILE.txt", 0),
     "value": ("NAME/FORM WHAT FORMAT", 2),
     "output": ("FILE.txt", 0),
     "value of a file": ("FILE.txt ROW COLUMN FORMAT", 3),
@@ -63,9 +64,9 @@ class Mark:
         rules = "value of a file" if kind == "value" and mark.of_file else kind
         form, most = FORMS[rules]
         least = 2 if rules == "value of a file" else 0
+        fits = mark.of_file if kind == "output" else mark.of_file or "/" in reference
         unknown = [key for key in options if key not in OPTIONS[rules]]
-        wrong = mark.of_file != form.startswith("FILE") or not (mark.of_file or "/" in reference)
-        if wrong or unknown or not least <= len(words) <= most:
+        if not fits or unknown or not least <= len(words) <= most:
             known = ", ".join(f"{key}=" for key in OPTIONS[rules])
             raise LapwingError(f"a mark is {kind}: {text}; expected {kind}: {form}, and options of {known}.")
         return mark
@@ -113,27 +114,34 @@ def _written(text: str, sources: Sources) -> str:
 def _of_result(mark: Mark, sources: Sources) -> str:
     name, _, form = mark.reference.partition("/")
     stored = sources.result(name, form)
-    return f"\n{table(mark, stored)}\n" if mark.kind == "result" else value(mark, stored)
+    return f"\n{table(mark, stored.records)}\n" if mark.kind == "result" else value(mark, stored)
 
 
 def _of_file(mark: Mark, sources: Sources) -> str:
-    """Return a block of printed lines, or one number from them."""
+    """Return a block of printed lines, a table of the records that they hold, or one number."""
     text = sources.text(mark.reference)
+    if mark.kind == "result":
+        return f"\n{table(mark, printed.records(text))}\n"
     try:
+        lines = printed.part(text, mark.options)
         if mark.kind == "output":
-            return "\n".join(["", "```text", *printed.part(text, mark.options), "```", ""])
-        lines = text.split("\n") if not mark.options else printed.part(text, mark.options)
+            return "\n".join(["", "```text", *lines, "```", ""])
         row, column, form = (*mark.words, "")[:3]
-        found = printed.cell(lines, row, column)
+        answer = printed.mean("\n".join(lines), row, column)
+        if answer is None:
+            found = printed.cell(lines, row, column)
+            answer = float(found.replace(",", ""))
+            if not form:
+                return found
     except LapwingError as error:
         raise LapwingError(f"{mark.text}: {error}") from error
-    return _formatted(mark, float(found.replace(",", "")), form) if form else found
+    return _formatted(mark, answer, form)
 
 
-def table(mark: Mark, stored: Stored) -> str:
+def table(mark: Mark, records: Sequence[Record]) -> str:
     """Return the table of Markdown that a mark asks for."""
     options = mark.options
-    summary = _summary(mark, stored)
+    summary = _summary(mark, records)
     shown = [name for name in summary.columns if name not in ("seconds", "peak")]
     groups, methods = (dict.fromkeys(names) for names in zip(*summary.rows))
     scores = _names(options, "scores", summary.columns) or shown
@@ -154,7 +162,7 @@ def table(mark: Mark, stored: Stored) -> str:
 def value(mark: Mark, stored: Stored) -> str:
     """Return the number or fact that a mark asks for, in its format."""
     what, form = (*mark.words, "")[:2] if mark.words else ("", "")
-    answer = fact(stored, what) if what in FACTS else _number(_summary(mark, stored), what, mark)
+    answer = fact(stored, what) if what in FACTS else _number(_summary(mark, stored.records), what, mark)
     return _formatted(mark, answer, form)
 
 
@@ -218,9 +226,9 @@ def refresh(root: Path, check: bool = False) -> list[Path]:
     return changed
 
 
-def _summary(mark: Mark, stored: Stored) -> Summary:
+def _summary(mark: Mark, records: Sequence[Record]) -> Summary:
     baseline = mark.options.get("baseline")
-    return summarised(stored.records) if baseline is None else compared(stored.records, baseline)
+    return summarised(records) if baseline is None else compared(records, baseline)
 
 
 def _names(options: dict[str, str], key: str, known: Iterable[str]) -> list[str] | None:

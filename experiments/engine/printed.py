@@ -1,14 +1,20 @@
-"""Printed outputs that are kept as text files: a part of one, and a number from a table in it."""
+"""Printed outputs that are kept as text files: a part of one, records of its lines, and a number from its tables."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 
+from experiments.engine.contract import Record
 from lapwing.errors import LapwingError
 
 OPTIONS = ("after", "from", "to")
 CELL = re.compile(r"\S+(?: \S+)*")  # columns are separated by two spaces or more
+
+# Progress of an experiment, "seed 2, Kron: {'NLL': 0.2} note", or a line of a benchmark, "Kron {'NLL': 0.2}".
+SCORES = re.compile(r"^(?:seed (\d+), )?(.*?):? ?(\{'.*?\})", re.MULTILINE)
+NAMELESS = "network"  # the method of lines that name none
 
 
 def part(text: str, options: Mapping[str, str]) -> list[str]:
@@ -33,6 +39,29 @@ def part(text: str, options: Mapping[str, str]) -> list[str]:
     else:
         end = next((i for i in range(start, len(lines)) if not lines[i].strip()), len(lines))
     return lines[start:end]
+
+
+def records(text: str) -> tuple[Record, ...]:
+    """Return a record for each method and seed whose scores are printed as a dictionary, in order of appearance.
+
+    What is not a number is left out. Lines that name no method are about the network.
+
+    >>> records("seed 1, Kron: {'NLL': 0.25, 'fit s': 3.0} precision 7")
+    (Record(group='', method='Kron', repeat=1, scores={'NLL': 0.25, 'fit s': 3.0}, seconds=None, peak=None),)
+    """
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for seed, method, scores in SCORES.findall(text):
+        numbers = {
+            key: float(value) for key, value in ast.literal_eval(scores).items() if isinstance(value, (int, float))
+        }
+        found.setdefault((method or NAMELESS, int(seed or 0)), {}).update(numbers)
+    return tuple(Record("", method, seed, scores) for (method, seed), scores in found.items())
+
+
+def mean(text: str, method: str, score: str) -> float | None:
+    """Return the mean over seeds of a score that lines have as a dictionary, or None if there is none."""
+    values = [each.scores[score] for each in records(text) if each.method == method and score in each.scores]
+    return sum(values) / len(values) if values else None
 
 
 def cell(lines: list[str], row: str, column: str) -> str:

@@ -36,6 +36,9 @@ wine  plain       1.25          3.0
       last layer  0.75        1,200
   a note
 
+seed 0, Kron: {'NLL': 0.5, 'fit s': 2.0} precision 3
+seed 1, Kron: {'NLL': 0.25, 'fit s': 3.0, 'trace': [1.0]} precision 4
+
 second, of 100 rows
         NLL
 plain  9.00
@@ -125,7 +128,7 @@ def test_mistakes_are_named(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "first", "last", "count"),
     [
-        ("", "On a GPU", "plain  9.00", 13),
+        ("", "On a GPU", "plain  9.00", 16),
         (" from=first", "first", "  a note", 5),
         (" from=first to=wine", "first", "wine  plain       1.25          3.0", 3),
         (
@@ -150,10 +153,16 @@ def test_printed_output(options: str, first: str, last: str, count: int) -> None
         ('results/toy.txt "wine/last layer" "fit / epoch"', "1,200"),
         ('results/toy.txt "wine/last layer" "fit / epoch" .1f', "1200.0"),
         ("results/toy.txt plain NLL .1f after=second", "9.0"),
+        ("results/toy.txt Kron NLL .3f", "0.375"),
     ],
 )
 def test_numbers_of_printed_output(mark: str, text: str) -> None:
     assert body(mark) == text
+
+
+def test_a_table_of_printed_scores() -> None:
+    lines = body("results/toy.txt digits=2", "result").strip().splitlines()
+    assert lines == ["|  | NLL | fit s |", "|---|---|---|", "| Kron | 0.38 ± 0.12 | 2.50 ± 0.50 |"]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +172,8 @@ def test_numbers_of_printed_output(mark: str, text: str) -> None:
         ("output: results/toy.txt from=second to=wine", "no line holds to='wine'"),
         ("output: results/toy.txt lines=3", "expected output: FILE.txt, and options of after=, from=, to="),
         ("output: toy/full", "expected output: FILE.txt"),
-        ("result: results/toy.txt", "expected result: NAME/FORM"),
+        ("result: toy", "expected result: NAME/FORM or FILE.txt"),
+        ("result: results/toy.txt scores=RMSE", "'RMSE' is not in the table"),
         ("value: results/toy.txt plain", "expected value: FILE.txt ROW COLUMN FORMAT"),
         ("value: results/toy.txt wine/Kron NLL", "no cell 'NLL' of a row 'wine/Kron'"),
         ("value: results/toy.txt wine/plain RMSE", "no cell 'RMSE'"),
