@@ -22,12 +22,12 @@ def part(text: str, options: Mapping[str, str]) -> list[str]:
 
     They begin with the first line that holds the text ``from``, which is looked for after the first line that holds
     ``after``, and end with the next line that holds ``to``; without ``to`` they end before an empty line. With none of
-    the options they are the whole text.
+    the options they are the whole text. Spaces at the ends of lines are dropped.
 
     Raises:
         LapwingError: If no line holds the text of an option.
     """
-    lines = text.rstrip("\n").split("\n")
+    lines = [line.rstrip() for line in text.rstrip().split("\n")]
     if not options:
         return lines
     start = _first(lines, options, "after", 0) + 1 if "after" in options else 0
