@@ -120,9 +120,9 @@ def _of_result(mark: Mark, sources: Sources) -> str:
 def _of_file(mark: Mark, sources: Sources) -> str:
     """Return a block of printed lines, a table of the records that they hold, or one number."""
     text = sources.text(mark.reference)
-    if mark.kind == "result":
-        return f"\n{table(mark, printed.records(text))}\n"
     try:
+        if mark.kind == "result":
+            return f"\n{table(mark, printed.records(text))}\n"
         lines = printed.part(text, mark.options)
         if mark.kind == "output":
             return "\n".join(["", "```text", *lines, "```", ""])
@@ -130,9 +130,9 @@ def _of_file(mark: Mark, sources: Sources) -> str:
         answer = printed.mean("\n".join(lines), row, column)
         if answer is None:
             found = printed.cell(lines, row, column)
-            answer = float(found.replace(",", ""))
             if not form:
                 return found
+            answer = printed.number(found)
     except LapwingError as error:
         raise LapwingError(f"{mark.text}: {error}") from error
     return _formatted(mark, answer, form)

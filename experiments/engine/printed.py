@@ -45,9 +45,11 @@ def records(text: str) -> tuple[Record, ...]:
     """Return a record for each method and seed whose scores are printed as a dictionary, in order of appearance.
 
     What is not a number is left out. Lines that name no method are about the network.
-
     >>> records("seed 1, Kron: {'NLL': 0.25, 'fit s': 3.0} precision 7")
     (Record(group='', method='Kron', repeat=1, scores={'NLL': 0.25, 'fit s': 3.0}, seconds=None, peak=None),)
+
+    Raises:
+        LapwingError: If there is no such line.
     """
     found: dict[tuple[str, int], dict[str, float]] = {}
     for seed, method, scores in SCORES.findall(text):
@@ -55,12 +57,15 @@ def records(text: str) -> tuple[Record, ...]:
             key: float(value) for key, value in ast.literal_eval(scores).items() if isinstance(value, (int, float))
         }
         found.setdefault((method or NAMELESS, int(seed or 0)), {}).update(numbers)
+    if not found:
+        raise LapwingError("no line has scores; expected lines such as seed 0, Kron: {'NLL': 0.2}.")
     return tuple(Record("", method, seed, scores) for (method, seed), scores in found.items())
 
 
 def mean(text: str, method: str, score: str) -> float | None:
     """Return the mean over seeds of a score that lines have as a dictionary, or None if there is none."""
-    values = [each.scores[score] for each in records(text) if each.method == method and score in each.scores]
+    known = records(text) if SCORES.search(text) else ()
+    values = [each.scores[score] for each in known if each.method == method and score in each.scores]
     return sum(values) / len(values) if values else None
 
 
@@ -101,9 +106,21 @@ def _first(lines: list[str], options: Mapping[str, str], key: str, start: int) -
     raise LapwingError(f"no line holds {key}={options[key]!r}; expected a text of the file.")
 
 
+def number(text: str) -> float:
+    """Return the number of a cell, such as "1,200".
+
+    Raises:
+        LapwingError: If the cell holds no number.
+    """
+    try:
+        return float(text.replace(",", ""))
+    except ValueError as error:
+        raise LapwingError(f"the cell is {text!r}; expected a number, or no format.") from error
+
+
 def _is_number(text: str) -> bool:
     try:
-        float(text.replace(",", ""))
-    except ValueError:
+        number(text)
+    except LapwingError:
         return False
     return True

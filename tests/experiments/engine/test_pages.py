@@ -34,6 +34,7 @@ first
                    NLL  fit / epoch
 wine  plain       1.25          3.0
       last layer  0.75        1,200
+      Kron        0.50  out of time
   a note
 
 seed 0, Kron: {'NLL': 0.5, 'fit s': 2.0} precision 3
@@ -43,7 +44,7 @@ second, of 100 rows
         NLL
 plain  9.00
 """
-FILES = {"results/toy.txt": PRINTED}
+FILES = {"results/toy.txt": PRINTED, "results/empty.txt": "nothing\n"}
 SOURCES = Sources(lambda name, form: stored(), FILES.__getitem__)
 
 
@@ -128,8 +129,8 @@ def test_mistakes_are_named(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "first", "last", "count"),
     [
-        ("", "On a GPU", "plain  9.00", 16),
-        (" from=first", "first", "  a note", 5),
+        ("", "On a GPU", "plain  9.00", 17),
+        (" from=first", "first", "  a note", 6),
         (" from=first to=wine", "first", "wine  plain       1.25          3.0", 3),
         (
             ' after=first to="last layer"',
@@ -154,6 +155,7 @@ def test_printed_output(options: str, first: str, last: str, count: int) -> None
         ('results/toy.txt "wine/last layer" "fit / epoch" .1f', "1200.0"),
         ("results/toy.txt plain NLL .1f after=second", "9.0"),
         ("results/toy.txt Kron NLL .3f", "0.375"),
+        ('results/toy.txt wine/Kron "fit / epoch"', "out of time"),
     ],
 )
 def test_numbers_of_printed_output(mark: str, text: str) -> None:
@@ -175,7 +177,9 @@ def test_a_table_of_printed_scores() -> None:
         ("result: toy", "expected result: NAME/FORM or FILE.txt"),
         ("result: results/toy.txt scores=RMSE", "'RMSE' is not in the table"),
         ("value: results/toy.txt plain", "expected value: FILE.txt ROW COLUMN FORMAT"),
-        ("value: results/toy.txt wine/Kron NLL", "no cell 'NLL' of a row 'wine/Kron'"),
+        ("value: results/toy.txt wine/FMGP NLL", "no cell 'NLL' of a row 'wine/FMGP'"),
+        ('value: results/toy.txt wine/Kron "fit / epoch" .1f', "the cell is 'out of time'; expected a number"),
+        ("result: results/empty.txt", "results/empty.txt: no line has scores"),
         ("value: results/toy.txt wine/plain RMSE", "no cell 'RMSE'"),
         ("value: results/toy.txt wine/plain NLL q", "the format 'q' does not fit"),
     ],
