@@ -45,7 +45,7 @@ class ImageTable:
     title: ClassVar[str] = "one network for images, every method: likelihood, calibration, OOD"
     choosing: ClassVar[tuple[str, ...]] = ("seeds",)
 
-    data_dir: Path
+    data_dir: Path = Path()
     network: str = "mlp"
     recipe: Recipe = Recipe((200, 200), "tanh", 20, 10**9, 128, 1e-3, 1e-4)
     methods: tuple[str, ...] = ()

@@ -46,6 +46,7 @@ class Inducing:
 
     name: ClassVar[str] = "inducing"
     title: ClassVar[str] = "a function of one input: inducing points against the exact posterior"
+    version: ClassVar[int] = 2  # other numbers of points are stored
 
     data_dir: Path
     recipe: Recipe = RECIPE
@@ -80,8 +81,10 @@ class Inducing:
         return ("toy",)
 
     def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
-        """Run the experiment."""
-        return records_of(run(self, progress), self.seed)
+        """Run the experiment. Groups such as "20 points" have the scores of every draw of the sensitivity study."""
+        result = run(self, progress)
+        yield from records_of(result, self.seed)
+        yield from _records_of_draws(result.arrays, self)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +172,9 @@ def run(settings: Inducing, progress: Progress = silent) -> Result:
     comparison = Comparison(task, held_out)
     progress(f"networks and exact posteriors: {time.perf_counter() - start:.0f} s")
     exact_nll = held_out.nll(held_out.task.full)
-    exact = {**comparison.scores(task.exact, exact_nll, 0.0, task.seconds), "γ": task.gamma}
+    learned = {"precision": float(task.full.prior.values), "noise std": task.noise**0.5}
+    known = {"γ": task.gamma, "γ held out": held_out.task.gamma, "log evidence": task.evidence, **learned}
+    exact = {**comparison.scores(task.exact, exact_nll, 0.0, task.seconds), **known}
     rows = [Row("exact", exact, "Full")]
     rows += _nystrom(comparison, settings)
     published, published_rows = _published(comparison, held_out, settings, progress)
@@ -177,15 +182,9 @@ def run(settings: Inducing, progress: Progress = silent) -> Result:
     progress(f"methods: {time.perf_counter() - start:.0f} s")
     arrays = {**_bands(task, settings, published), **_sensitivity(comparison, settings, progress)}
     arrays["NLL exact"] = [exact_nll]
-    others, gammas = _other_networks(x, y, settings, progress)
-    notes = (
-        f"precision {float(task.full.prior.values):.3g}, noise std {task.noise**0.5:.3g}, "
-        f"γ {task.gamma:.1f}, log evidence {task.evidence:.2f}",
-        f"for the NLL: {len(held_out.targets)} rows held out, γ {held_out.task.gamma:.1f}",
-        *gammas,
-    )
+    others = _other_networks(x, y, settings, progress)
     seconds = {"total": time.perf_counter() - start}
-    return Result("inducing", plain(settings), settings.seed, (*rows, *others), seconds, arrays, notes)
+    return Result("inducing", plain(settings), settings.seed, (*rows, *others), seconds, arrays)
 
 
 def read_toy(folder: Path) -> tuple[Tensor, Tensor]:
@@ -243,21 +242,20 @@ def _ours(comparison: Comparison, settings: Inducing) -> list[Row]:
     return [*rows, Row("rbf kernel", comparison.scored(fmgp, settings.seed), f"FMGP({count})")]
 
 
-def _other_networks(x: Tensor, y: Tensor, settings: Inducing, progress: Progress) -> tuple[list[Row], list[str]]:
+def _other_networks(x: Tensor, y: Tensor, settings: Inducing, progress: Progress) -> list[Row]:
     """Score VaLLA on networks with other seeds, other draws of the same seeds, and a rate that falls to zero."""
     recipe, seeds = settings.recipe, [settings.seed - k for k in range(settings.networks + 1)]
     networks = {f"seed {seed}": partial(trained_as_published, x, y, recipe, seed) for seed in seeds[1:]}
     networks |= {f"seed {seed}, other draws": partial(trained, x, y, 1, recipe, seed) for seed in seeds}
     networks["other draws, falling rate"] = partial(trained, x, y, 1, replace(recipe, falling=True), settings.seed)
-    rows, notes = [], []
+    rows = []
     for name, make in networks.items():
         comparison = Comparison(Task.of(make(), x, y, settings.margin, settings.grid))
         for count in dict.fromkeys((settings.points, max(settings.sizes))):
             scores = {**comparison.scored(lw.VaLLA(count), settings.seed), "γ": comparison.task.gamma}
             rows.append(Row(f"{name}, VaLLA({count})", scores, "other networks"))
-        notes.append(f"{name}: γ {comparison.task.gamma:.1f}")
         progress(f"other networks: {name}")
-    return rows, notes
+    return rows
 
 
 def _bands(task: Task, settings: Inducing, published: State) -> dict[str, list[float]]:
@@ -293,3 +291,14 @@ def _sensitivity(comparison: Comparison, settings: Inducing, progress: Progress)
             arrays |= {f"{score} {name}/{size}": [each[score] for each in draws] for score in ("KL", "NLL")}
         progress(f"sensitivity: {size} points done")
     return arrays
+
+
+def _records_of_draws(arrays: dict[str, list[float]], settings: Inducing) -> Iterator[Record]:
+    """Yield a record for each draw of the sensitivity study, its repeat the number of the draw."""
+    names = [f"{label}/{start}" for start in STARTS for label in LEARNED] + ["as started/Nyström"]
+    for size in settings.sizes:
+        for name in names:
+            label, start = name.split("/")
+            for draw in range(settings.starts):
+                scores = {score: arrays[f"{score} {name}/{size}"][draw] for score in ("KL", "NLL")}
+                yield Record(f"{size} points", f"{start}, {label}", draw, scores)

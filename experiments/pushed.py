@@ -39,12 +39,15 @@ class PushedImages:
     """Settings: a tanh network with two convolutions on a few images of Fashion-MNIST; digits are the strange images.
 
     It has 1,020 weights, few enough for the exact Hessian: training reaches the minimum under the prior, and every push
-    converges. Scales and the temperature are chosen on held-out training images.
+    converges. Scales and the temperature are chosen on held-out training images. "distance" is how far the pushed
+    weights are from their limit, "difference" how far the variances of a form that pushes for every prediction are from
+    the exact ones, "standard error" that of random pushes as a share of the variance.
     """
 
     name: ClassVar[str] = "pushed"
     title: ClassVar[str] = "a convolutional network at its minimum, pushed: Fashion-MNIST"
     choosing: ClassVar[tuple[str, ...]] = ("seeds",)
+    version: ClassVar[int] = 2  # scales, distances and standard errors are stored
 
     data_dir: Path
     data: int = 500
@@ -97,17 +100,19 @@ def run(settings: PushedImages, progress: Progress = silent) -> Result:
     """Score every method on the same networks."""
     start = time.perf_counter()
     scores_of: dict[str, list[dict[str, float]]] = {}
-    notes: list[str] = []
     for seed in range(settings.seed, settings.seed + settings.seeds):
         task = made(settings, seed)
         progress(f"seed {seed}, at the minimum: {time.perf_counter() - start:.0f} s")
-        scores, lines = _compared(task, settings, seed, progress)
-        for name, of_seed in scores.items():
+        for name, of_seed in _compared(task, settings, seed, progress).items():
             scores_of.setdefault(name, []).append(of_seed)
-        notes += [f"seed {seed}, {line}" for line in lines]
-    rows = tuple(Row(name, {**mean_scores(each), **spread_scores(each, ("NLL",))}) for name, each in scores_of.items())
+    rows = tuple(Row(name, {**mean_scores(each), **_spread(each)}) for name, each in scores_of.items())
     seconds = {"total": time.perf_counter() - start}
-    return Result("pushed", plain(settings), settings.seed, rows, seconds, {}, tuple(notes))
+    return Result("pushed", plain(settings), settings.seed, rows, seconds)
+
+
+def _spread(scores: list[dict[str, float]]) -> dict[str, float]:
+    """Return the standard error of the NLL, where it was measured."""
+    return spread_scores(scores, ("NLL",)) if "NLL" in scores[0] else {}
 
 
 def made(settings: PushedImages, seed: int) -> Task:
@@ -158,27 +163,27 @@ def _methods(settings: PushedImages) -> dict[str, Any]:
     }
 
 
-def _compared(
-    task: Task, settings: PushedImages, seed: int, progress: Progress
-) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Return the scores of every method, as it is and with variances scaled on held-out images, and notes."""
+def _compared(task: Task, settings: PushedImages, seed: int, progress: Progress) -> dict[str, dict[str, float]]:
+    """Return the scores of every method, as it is and with variances scaled on held-out images."""
     taken, temperature = best_seconds(lambda: best_temperature(task), 1)
-    notes = [f"temperature: {temperature:.3f}"]
     beliefs = {"plain": scaled(task.model, 1.0), "temperature": scaled(task.model, temperature)}
-    seconds, posteriors = {"plain": 0.0, "temperature": taken}, {}
+    facts: dict[str, dict[str, float]] = {"plain": {"fit s": 0.0}}
+    facts["temperature"] = {"temperature": temperature, "fit s": taken}
+    posteriors: dict[str, lw.Fitted] = {}
     for name, method in _methods(settings).items():
         taken, posterior = best_seconds(lambda m=method: fitted(task, m, settings, seed), 1)  # type: ignore[misc]
         more, scale = best_seconds(lambda p=posterior: _scale(p.posterior, task), 1)  # type: ignore[misc]
-        posteriors[name], beliefs[name], seconds[name] = posterior, posterior.functions, taken
-        beliefs[f"{name}, calibrated"], seconds[f"{name}, calibrated"] = _times(posterior, scale), taken + more
-        notes.append(f"{name}: scale {scale:.3g}")
+        posteriors[name], beliefs[name], facts[name] = posterior, posterior.functions, {"fit s": taken}
+        beliefs[f"{name}, calibrated"] = _times(posterior, scale)
+        facts[f"{name}, calibrated"] = {"scale": scale, "fit s": taken + more}
         progress(f"seed {seed}, {name}: {taken + more:.0f} s")
     exact = _total(posteriors["full Hessian"].functions, task.test[0])
-    scores = {name: {**_scores(each, task, settings, exact), "fit s": seconds[name]} for name, each in beliefs.items()}
-    lines, responder = _single(task, settings, seed, posteriors)
-    progress(f"seed {seed}, {lines[0]}")
-    pushed = {name: fit.posterior for name, fit in posteriors.items() if isinstance(fit.posterior, PushedWeights)}
-    return scores, [*notes, *lines, *(_converged(name, each, responder, task, seed) for name, each in pushed.items())]
+    singles, responder = _single(task, settings, seed, posteriors)
+    progress(f"seed {seed}, {', '.join(singles)}")
+    for name, each in posteriors.items():
+        if isinstance(each.posterior, PushedWeights):
+            facts[name] |= _convergence(each.posterior, responder, task, seed)
+    return {name: {**_scores(each, task, settings, exact), **facts[name]} for name, each in beliefs.items()} | singles
 
 
 def _scores(beliefs: Beliefs, task: Task, settings: PushedImages, exact: Tensor) -> dict[str, float]:
@@ -216,32 +221,28 @@ def _total(beliefs: Beliefs, x: Tensor) -> Tensor:
 
 def _single(
     task: Task, settings: PushedImages, seed: int, posteriors: dict[str, lw.Fitted]
-) -> tuple[list[str], Responder]:
-    """Compare the forms of HFL that push for every prediction with the exact ones; return notes and the responder."""
-    x, notes, fits = task.test[0][: settings.single], [], {}
+) -> tuple[dict[str, dict[str, float]], Responder]:
+    """Compare the forms of HFL that push for every prediction with the exact ones; return scores and the responder."""
+    x, scores, fits = task.test[0][: settings.single], {}, {}
     for name, method, same in (("each point", lw.HFL(), "full Hessian"), ("linearised", lw.HFL("linearised"), "GGN")):
         taken, fits[name] = best_seconds(lambda m=method: fitted(task, m, settings, seed), 1)  # type: ignore[misc]
         more, variance = best_seconds(lambda p=fits[name]: p.functions(x).variance, 1)  # type: ignore[misc]
         worst = float((variance / posteriors[same].functions(x).variance - 1).abs().max())
-        notes.append(
-            f"HFL, {name}: the variances of {same} to {worst:.1e} on {len(x)} images, fit {taken:.0f} s, prediction "
-            f"{more:.0f} s"
-        )
+        label = f"HFL, {name}, {len(x)} images"
+        scores[label] = {"difference": worst, "test s": more, "fit s": taken}
     posterior = fits["each point"].posterior
     assert isinstance(posterior, ResponsePosterior)
     assert isinstance(posterior.responder, Responder)
-    return notes, posterior.responder
+    return scores, posterior.responder
 
 
-def _converged(name: str, posterior: PushedWeights, responder: Responder, task: Task, seed: int) -> str:
-    """Say how far the pushed weights are from their limit, and how noisy random pushes are."""
-    distance = distance_from_limit(posterior, responder, task, seed)
-    line = f"{name}: the weights end within {distance:.1e} of H⁻¹ times the push"
-    if posterior.variant != "random":
-        return line
-    x = task.test[0]
-    share = posterior.standard_error(x) / posterior(x).variance
-    return f"{line}; standard error {float(share.median()):.2f} of a variance"
+def _convergence(posterior: PushedWeights, responder: Responder, task: Task, seed: int) -> dict[str, float]:
+    """Return how far the pushed weights are from H⁻¹ times the push, and how noisy random pushes are."""
+    scores = {"distance": distance_from_limit(posterior, responder, task, seed)}
+    if posterior.variant == "random":
+        x = task.test[0]
+        scores["standard error"] = float((posterior.standard_error(x) / posterior(x).variance).median())
+    return scores
 
 
 def distance_from_limit(posterior: PushedWeights, responder: Responder, task: Task, seed: int) -> float:

@@ -72,6 +72,25 @@ def scores_of_unit(settings: ResponseTask, name: str, repeat: int) -> dict[str, 
     return table_scores(table, kind, repeat, settings) if slash else _scores(made(name, settings, repeat))
 
 
+def sensitivity(settings: ResponseTask) -> dict[str, dict[str, dict[str, float]]]:
+    """Return, by group and row, the errors for every strength of the push and the shares that fine-tuning recovers."""
+    problem = made(settings.tasks[0], settings, settings.seed)
+    errors, shares = strengths(problem), fine_tuned(problem)[0]
+    groups: dict[str, dict[str, dict[str, float]]] = {}
+    for dtype in ("float64", "float32"):
+        columns = zip(errors["strengths"], errors[f"median/{dtype}"], errors[f"worst/{dtype}"], strict=True)
+        groups[f"push, {dtype}"] = {
+            f"strength {strength:.1e}": {"median error": median, "largest error": worst}
+            for strength, median, worst in columns
+        }
+    recovered = [name for name in shares if name.startswith("recovered/")]
+    groups["fine-tuning"] = {
+        f"Adam, {steps:.0f} steps": {name: shares[name][i] for name in recovered}
+        for i, steps in enumerate(shares["steps"])
+    }
+    return groups
+
+
 def _methods(problem: Problem) -> dict[str, Callable[[], Belief]]:
     """Return, by name, functions that fit a method."""
     settings = problem.settings

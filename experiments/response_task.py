@@ -68,15 +68,19 @@ class ResponseTask:
         return cls()
 
     def units(self) -> tuple[str, ...]:
-        """Return a unit for each task and seed; with a data folder, for each split of a table too."""
+        """Return a unit for each task and seed, and the sensitivity; with a data folder, each split of a table too."""
         kinds = [f"{name}/{kind}" for name in self.sets for kind in KINDS] if self.data_dir is not None else []
         tables = tuple(f"{kind}/{split}" for kind in kinds for split in range(self.splits))
-        return (*seed_units(self, *self.tasks), *tables)
+        return (*seed_units(self, *self.tasks), "sensitivity", *tables)
 
     def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
-        """Fit every method to one network."""
-        from experiments.response import scores_of_unit  # which imports this module
+        """Fit every method to one network; or measure how the variance depends on the push and its fine-tuning."""
+        from experiments.response import scores_of_unit, sensitivity  # which imports this module
 
+        if unit == "sensitivity":
+            for group, rows in sensitivity(self).items():
+                yield from (Record(group, name, self.seed, scores) for name, scores in rows.items())
+            return
         name, repeat = parted(unit)
         for method, scores in scores_of_unit(self, name, repeat).items():
             yield Record(name.replace("/", ", "), method, repeat, scores)

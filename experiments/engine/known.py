@@ -23,6 +23,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "inducing_targets": "experiments.inducing_targets:Targets",
     "language": "experiments.language_task:Language",
     "normalised": "experiments.normalised:Normalised",
+    "norms": "experiments.norms:Norms",
     "pushed": "experiments.pushed:PushedImages",
     "regularised": "experiments.vision.regularised:Regularised",
     "response": "experiments.response_task:ResponseTask",

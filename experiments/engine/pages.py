@@ -1,25 +1,36 @@
-"""Numbers in pages: marked regions of Markdown that are written from stored results."""
+"""Numbers in pages: marked regions of Markdown that are written from stored results and printed outputs."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from experiments.engine import printed
+from experiments.engine.contract import Record
 from experiments.engine.store import Stored, load, result_path
 from experiments.engine.tables import Summary, as_markdown, compared, grid, means, pivoted, ranks, summarised
 from lapwing.demo.result import number
 from lapwing.errors import LapwingError
 
-REGION = re.compile(r"<!-- (result|value): (.*?) -->(.*?)<!-- /\1 -->", re.DOTALL)
-MARK = re.compile(r"<!-- /?(?:result|value)\b")
-FENCED = re.compile(r"(^```.*?^```[ \t]*$)", re.DOTALL | re.MULTILINE)
+REGION = re.compile(r"<!-- (result|value|output): (.*?) -->(.*?)<!-- /\1 -->", re.DOTALL)
+MARK = re.compile(r"<!-- /?(?:result|value|output)\b")
+# A block of code is left alone; one inside a region of printed output is part of the region.
+PIECES = re.compile(r"^```.*?^```[ \t]*$|<!-- output: .*? -->.*?<!-- /output -->", re.DOTALL | re.MULTILINE)
 OPTIONS = {  # of each kind of region
     "result": ("scores", "groups", "methods", "baseline", "digits", "means", "ranks", "pivot"),
     "value": ("baseline",),
+    "output": printed.OPTIONS,
+    "value of a file": printed.OPTIONS,
+}
+FORMS = {  # what follows the name of each kind of region, and how many words it has after the first
+    "result": ("NAME/FORM or FILE.txt", 0),
+    "value": ("NAME/FORM WHAT FORMAT", 2),
+    "output": ("FILE.txt", 0),
+    "value of a file": ("FILE.txt ROW COLUMN FORMAT", 3),
 }
 PIVOTS: dict[str, Callable[[list[list[str]]], list[list[str]]]] = {  # of a table of one score
     "yes": lambda lines: lines,  # a column for each method
@@ -30,41 +41,61 @@ FACTS = ("hardware", "python", "torch", "lapwing", "command", "seconds", "peak",
 
 @dataclass(frozen=True)
 class Mark:
-    """What a region shows: a result by its name and form, other words, and options ``key=value``."""
+    """What a region shows: a result ("NAME/FORM") or a file of printed output, other words, options ``key=value``."""
 
     kind: str
     text: str
-    name: str
-    form: str
+    reference: str
     words: tuple[str, ...]
     options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def of_file(self) -> bool:
+        """Whether the region is written from a file of printed output."""
+        return self.reference.endswith(".txt")
 
     @classmethod
     def parse(cls, kind: str, text: str) -> Mark:
         """Read the text of a mark, such as ``uci/full scores=NLL methods="plain,last layer"``."""
         reference, *rest = shlex.split(text)
-        name, slash, form = reference.partition("/")
         options = dict(word.split("=", 1) for word in rest if re.match(r"[a-z]+=", word))
         words = tuple(word for word in rest if not re.match(r"[a-z]+=", word))
-        unknown = [key for key in options if key not in OPTIONS[kind]]
-        if not slash or unknown or len(words) > (2 if kind == "value" else 0):
-            known = ", ".join(f"{key}=" for key in OPTIONS[kind])
-            form_text = "NAME/FORM WHAT FORMAT" if kind == "value" else "NAME/FORM"
-            raise LapwingError(f"a mark is {kind}: {text}; expected {kind}: {form_text}, and options of {known}.")
-        return cls(kind, text, name, form, words, options)
+        mark = cls(kind, text, reference, words, options)
+        rules = "value of a file" if kind == "value" and mark.of_file else kind
+        form, most = FORMS[rules]
+        least = 2 if rules == "value of a file" else 0
+        fits = mark.of_file if kind == "output" else mark.of_file or "/" in reference
+        unknown = [key for key in options if key not in OPTIONS[rules]]
+        if not fits or unknown or not least <= len(words) <= most:
+            known = ", ".join(f"{key}=" for key in OPTIONS[rules])
+            raise LapwingError(f"a mark is {kind}: {text}; expected {kind}: {form}, and options of {known}.")
+        return mark
 
 
-def written(text: str, results: Callable[[str, str], Stored]) -> str:
-    """Return the text of a page with every region written from the results; blocks of code stay as they are.
+@dataclass(frozen=True)
+class Sources:
+    """Where regions are written from: stored results by name and form, and texts by the paths of their files."""
+
+    result: Callable[[str, str], Stored]
+    text: Callable[[str], str]
+
+
+def written(text: str, sources: Sources) -> str:
+    """Return the text of a page with every region written from its source; blocks of code stay as they are.
 
     Raises:
         LapwingError: If a mark is wrong, has no end, or names what is not stored.
     """
-    parts = FENCED.split(text)
-    return "".join(part if part.startswith("```") else _written(part, results) for part in parts)
+    parts, start = [], 0
+    for piece in PIECES.finditer(text):
+        code = piece.group().startswith("```")
+        parts += [_written(text[start : piece.start()], sources)]
+        parts += [piece.group() if code else _written(piece.group(), sources)]
+        start = piece.end()
+    return "".join([*parts, _written(text[start:], sources)])
 
 
-def _written(text: str, results: Callable[[str, str], Stored]) -> str:
+def _written(text: str, sources: Sources) -> str:
     bare = MARK.search(REGION.sub("", text))
     if bare is not None:
         raise LapwingError(f"a region that begins or ends with {bare.group()} is open; expected both ends.")
@@ -74,17 +105,43 @@ def _written(text: str, results: Callable[[str, str], Stored]) -> str:
         if MARK.search(match.group(3)):
             raise LapwingError(f"the region {kind}: {inner} holds another mark; expected its end before the next one.")
         mark = Mark.parse(kind, inner)
-        stored = results(mark.name, mark.form)
-        body = f"\n{table(mark, stored)}\n" if kind == "result" else value(mark, stored)
+        body = _of_file(mark, sources) if mark.of_file else _of_result(mark, sources)
         return f"<!-- {kind}: {inner} -->{body}<!-- /{kind} -->"
 
     return REGION.sub(region, text)
 
 
-def table(mark: Mark, stored: Stored) -> str:
+def _of_result(mark: Mark, sources: Sources) -> str:
+    name, _, form = mark.reference.partition("/")
+    stored = sources.result(name, form)
+    return f"\n{table(mark, stored.records)}\n" if mark.kind == "result" else value(mark, stored)
+
+
+def _of_file(mark: Mark, sources: Sources) -> str:
+    """Return a block of printed lines, a table of the records that they hold, or one number."""
+    text = sources.text(mark.reference)
+    try:
+        if mark.kind == "result":
+            return f"\n{table(mark, printed.records(text))}\n"
+        lines = printed.part(text, mark.options)
+        if mark.kind == "output":
+            return "\n".join(["", "```text", *lines, "```", ""])
+        row, column, form = (*mark.words, "")[:3]
+        answer = printed.mean("\n".join(lines), row, column)
+        if answer is None:
+            found = printed.cell(lines, row, column)
+            if not form:
+                return found
+            answer = printed.number(found)
+    except LapwingError as error:
+        raise LapwingError(f"{mark.text}: {error}") from error
+    return _formatted(mark, answer, form)
+
+
+def table(mark: Mark, records: Sequence[Record]) -> str:
     """Return the table of Markdown that a mark asks for."""
     options = mark.options
-    summary = _summary(mark, stored)
+    summary = _summary(mark, records)
     shown = [name for name in summary.columns if name not in ("seconds", "peak")]
     groups, methods = (dict.fromkeys(names) for names in zip(*summary.rows))
     scores = _names(options, "scores", summary.columns) or shown
@@ -105,7 +162,11 @@ def table(mark: Mark, stored: Stored) -> str:
 def value(mark: Mark, stored: Stored) -> str:
     """Return the number or fact that a mark asks for, in its format."""
     what, form = (*mark.words, "")[:2] if mark.words else ("", "")
-    answer = fact(stored, what) if what in FACTS else _number(_summary(mark, stored), what, mark)
+    answer = fact(stored, what) if what in FACTS else _number(_summary(mark, stored.records), what, mark)
+    return _formatted(mark, answer, form)
+
+
+def _formatted(mark: Mark, answer: str | float, form: str) -> str:
     try:
         return format(answer, form)
     except ValueError as error:
@@ -135,7 +196,10 @@ def pages(root: Path) -> Iterator[Path]:
 
 
 def refresh(root: Path, check: bool = False) -> list[Path]:
-    """Write all regions of all pages from docs/results and return the pages that differed; ``check`` writes nothing."""
+    """Write all regions of all pages and return the pages that differed; ``check`` writes nothing.
+
+    Results are those of docs/results; the paths of printed outputs begin at the root.
+    """
     folder, loaded = root / "docs" / "results", dict[tuple[str, str], Stored]()
 
     def results(name: str, form: str) -> Stored:
@@ -143,11 +207,16 @@ def refresh(root: Path, check: bool = False) -> list[Path]:
             loaded[name, form] = load(result_path(folder, name, form))
         return loaded[name, form]
 
-    changed = []
+    def text_of(path: str) -> str:
+        if not (root / path).is_file():
+            raise LapwingError(f"{path} does not exist; expected a file of printed output.")
+        return (root / path).read_text(encoding="utf-8")
+
+    changed, sources = [], Sources(results, text_of)
     for page in pages(root):
         text = page.read_text(encoding="utf-8")
         try:
-            new = written(text, results)
+            new = written(text, sources)
         except LapwingError as error:
             raise LapwingError(f"{page.relative_to(root)}: {error}") from error
         if new != text:
@@ -157,9 +226,9 @@ def refresh(root: Path, check: bool = False) -> list[Path]:
     return changed
 
 
-def _summary(mark: Mark, stored: Stored) -> Summary:
+def _summary(mark: Mark, records: Sequence[Record]) -> Summary:
     baseline = mark.options.get("baseline")
-    return summarised(stored.records) if baseline is None else compared(stored.records, baseline)
+    return summarised(records) if baseline is None else compared(records, baseline)
 
 
 def _names(options: dict[str, str], key: str, known: Iterable[str]) -> list[str] | None:

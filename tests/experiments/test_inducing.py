@@ -161,6 +161,17 @@ def test_arrays_hold_the_bands_and_every_draw(result: Result) -> None:
     assert result.arrays["NLL exact"] == [scores(result)["Full/exact"]["NLL"]]
 
 
+def test_records_hold_every_draw(result: Result, settings: inducing.Inducing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inducing, "run", lambda *given: result)
+    records = list(settings.measure("toy", silent))
+    assert len(records) == len(result.rows) + 2 * 7 * 2  # sizes, rows of each, draws
+    draws = [each for each in records if (each.group, each.method) == ("4 points", "random, learned")]
+    assert [each.repeat for each in draws] == [0, 1]
+    assert [each.scores["NLL"] for each in draws] == pytest.approx(result.arrays["NLL learned/random/4"])
+    exact = records[0].scores
+    assert all(exact[name] > 0 for name in ("γ", "γ held out", "precision", "noise std"))
+
+
 def test_the_nll_is_of_rows_that_neither_network_nor_posterior_has_seen(
     result: Result, settings: inducing.Inducing
 ) -> None:

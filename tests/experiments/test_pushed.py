@@ -83,6 +83,7 @@ def ran(folder: Path) -> tuple[Result, list[str]]:
 def test_every_method_has_its_scores(folder: Path) -> None:
     result, lines = ran(folder)
     scores = {row.name: row.scores for row in result.rows}
+    single = {name: scores.pop(name) for name in list(scores) if "2 images" in name}
     assert len(scores) == 12
     for name, mine in scores.items():
         assert all(0 <= mine[key] <= 1 for key in ("accuracy", "ECE", "OOD AUROC", "score AUROC"))
@@ -95,9 +96,12 @@ def test_every_method_has_its_scores(folder: Path) -> None:
     assert scores["plain"]["score AUROC"] == 0.5
     assert (scores["plain"]["rank correlation"], scores["plain"]["ratio"]) == (0, 0)
     assert scores["plain"]["NLL"] == pytest.approx(scores["plain"]["MC NLL"])
-    notes = "\n".join(result.notes)
-    for words in ("each point: the variances of full Hessian to", "linearised: the variances of GGN to", "standard"):
-        assert words in notes
+    assert list(single) == ["HFL, each point, 2 images", "HFL, linearised, 2 images"]
+    assert all(mine["difference"] < 1e-4 for mine in single.values())
+    assert all(scores[f"HFL, {name}"]["distance"] < 1e-5 for name in ("mean push", "4 random pushes"))
+    assert 0 < scores["HFL, 4 random pushes"]["standard error"] < 2
+    assert all(mine["scale"] > 0 for name, mine in scores.items() if name.endswith("calibrated"))
+    assert scores["temperature"]["temperature"] > 0
     assert lines[0].startswith("seed 0, at the minimum: ")
     assert any("each point" in line for line in lines)
     assert Result.from_json(result.to_json()) == result

@@ -11,6 +11,7 @@ from torch import Tensor
 import lapwing as lw
 from experiments import response, response_sensitivity
 from experiments.minimum import exact_variance
+from experiments.options import silent
 from experiments.response_task import Problem, ResponseTask, made
 from lapwing.demo.result import Result
 from lapwing.methods.hfl.posteriors import ResponsePosterior
@@ -63,6 +64,21 @@ def test_every_method_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(result.arrays["strengths"]) == len(result.arrays["median/float32"]) == 6
     assert min(result.arrays["median/float64"]) < 1e-6 < min(result.arrays["median/float32"])
     assert Result.from_json(result.to_json()) == result
+
+
+def test_the_sensitivity_is_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the network from above, with every fourth strength."""
+    monkeypatch.setattr(response, "made", lambda *given: problem())
+    monkeypatch.setattr(response_sensitivity, "STRENGTHS", response_sensitivity.STRENGTHS[::4])
+    assert SMALL.units() == ("sinusoid/0", "sensitivity")
+    records = {(record.group, record.method): record.scores for record in SMALL.measure("sensitivity", silent)}
+    assert list(records)[-2:] == [("fine-tuning", "Adam, 5 steps"), ("fine-tuning", "Adam, 10 steps")]
+    assert list(records["fine-tuning", "Adam, 5 steps"]) == ["recovered/data", "recovered/gap", "recovered/outside"]
+    for dtype in ("float64", "float32"):
+        errors = [scores for (group, _), scores in records.items() if group == f"push, {dtype}"]
+        assert len(errors) == 6
+        assert all(0 < each["median error"] <= each["largest error"] for each in errors)
+    assert records["push, float64", "strength 1.0e-03"]["median error"] < 1e-4
 
 
 def test_the_exact_variance_is_the_dense_one() -> None:

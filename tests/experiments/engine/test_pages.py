@@ -9,7 +9,7 @@ import pytest
 from experiments.__main__ import main
 from experiments.engine.contract import Record
 from experiments.engine.machine import Machine
-from experiments.engine.pages import refresh, written
+from experiments.engine.pages import Sources, refresh, written
 from experiments.engine.store import Stored, Unit, result_path, save
 from lapwing.errors import LapwingError
 
@@ -26,8 +26,30 @@ def stored() -> Stored:
     return Stored("toy", "full", {}, 0, units)
 
 
+PRINTED = """On a GPU
+
+    python -m experiments toy
+
+first
+                   NLL  fit / epoch
+wine  plain       1.25          3.0
+      last layer  0.75        1,200
+      Kron        0.50  out of time
+  a note
+
+seed 0, Kron: {'NLL': 0.5, 'fit s': 2.0} precision 3
+seed 1, Kron: {'NLL': 0.25, 'fit s': 3.0, 'trace': [1.0]} precision 4
+
+second, of 100 rows
+        NLL
+plain  9.00
+"""
+FILES = {"results/toy.txt": PRINTED, "results/empty.txt": "nothing\n"}
+SOURCES = Sources(lambda name, form: stored(), FILES.__getitem__)
+
+
 def body(mark: str, kind: str = "value") -> str:
-    text = written(f"before <!-- {kind}: {mark} -->old<!-- /{kind} --> after", lambda name, form: stored())
+    text = written(f"before <!-- {kind}: {mark} -->old<!-- /{kind} --> after", SOURCES)
     start, end = f"before <!-- {kind}: {mark} -->", f"<!-- /{kind} --> after"
     assert text.startswith(start)
     assert text.endswith(end)
@@ -101,12 +123,97 @@ def test_tables(options: str, rows: list[str]) -> None:
 )
 def test_mistakes_are_named(text: str, message: str) -> None:
     with pytest.raises(LapwingError, match=message):
-        written(text, lambda name, form: stored())
+        written(text, SOURCES)
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "last", "count"),
+    [
+        ("", "On a GPU", "plain  9.00", 17),
+        (" from=first", "first", "  a note", 6),
+        (" from=first to=wine", "first", "wine  plain       1.25          3.0", 3),
+        (
+            ' after=first to="last layer"',
+            "                   NLL  fit / epoch",
+            "      last layer  0.75        1,200",
+            3,
+        ),
+        (" after=second from=plain", "plain  9.00", "plain  9.00", 1),
+    ],
+)
+def test_printed_output(options: str, first: str, last: str, count: int) -> None:
+    before, fence, *lines, end, after = body(f"results/toy.txt{options}", "output").split("\n")
+    assert (before, fence, end, after) == ("", "```text", "```", "")
+    assert (lines[0], lines[-1], len(lines)) == (first, last, count)
+
+
+@pytest.mark.parametrize(
+    ("mark", "text"),
+    [
+        ("results/toy.txt wine/plain NLL", "1.25"),
+        ('results/toy.txt "wine/last layer" "fit / epoch"', "1,200"),
+        ('results/toy.txt "wine/last layer" "fit / epoch" .1f', "1200.0"),
+        ("results/toy.txt plain NLL .1f after=second", "9.0"),
+        ("results/toy.txt Kron NLL .3f", "0.375"),
+        ('results/toy.txt wine/Kron "fit / epoch"', "out of time"),
+    ],
+)
+def test_numbers_of_printed_output(mark: str, text: str) -> None:
+    assert body(mark) == text
+
+
+def test_a_table_of_printed_scores() -> None:
+    lines = body("results/toy.txt digits=2", "result").strip().splitlines()
+    assert lines == ["|  | NLL | fit s |", "|---|---|---|", "| Kron | 0.38 ± 0.12 | 2.50 ± 0.50 |"]
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        ("output: results/toy.txt from=third", "no line holds from='third'"),
+        ("output: results/toy.txt from=second to=wine", "no line holds to='wine'"),
+        ("output: results/toy.txt lines=3", "expected output: FILE.txt, and options of after=, from=, to="),
+        ("output: toy/full", "expected output: FILE.txt"),
+        ("result: toy", "expected result: NAME/FORM or FILE.txt"),
+        ("result: results/toy.txt scores=RMSE", "'RMSE' is not in the table"),
+        ("value: results/toy.txt plain", "expected value: FILE.txt ROW COLUMN FORMAT"),
+        ("value: results/toy.txt wine/FMGP NLL", "no cell 'NLL' of a row 'wine/FMGP'"),
+        ('value: results/toy.txt wine/Kron "fit / epoch" .1f', "the cell is 'out of time'; expected a number"),
+        ("result: results/empty.txt", "results/empty.txt: no line has scores"),
+        ("value: results/toy.txt wine/plain RMSE", "no cell 'RMSE'"),
+        ("value: results/toy.txt wine/plain NLL q", "the format 'q' does not fit"),
+    ],
+)
+def test_mistakes_about_printed_output_are_named(mark: str, message: str) -> None:
+    kind = mark.partition(":")[0]
+    with pytest.raises(LapwingError, match=message):
+        written(f"<!-- {mark} --><!-- /{kind} -->", SOURCES)
+
+
+def test_a_page_with_printed_output_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "page.md"
+    page.write_text("a\n<!-- output: toy.txt -->\n```text\nold\n```\n<!-- /output -->\nb\n", encoding="utf-8")
+    with pytest.raises(LapwingError, match=r"docs/page.md: toy.txt does not exist"):
+        refresh(tmp_path, check=True)
+    (tmp_path / "toy.txt").write_text("new\n", encoding="utf-8")
+    assert refresh(tmp_path, check=True) == [page]
+    assert "old" in page.read_text(encoding="utf-8")
+    assert refresh(tmp_path) == [page]
+    assert page.read_text(encoding="utf-8").split("\n")[2:5] == ["```text", "new", "```"]
+    assert refresh(tmp_path, check=True) == []
+
+
+def test_an_open_region_of_printed_output_is_named() -> None:
+    region = "<!-- output: results/toy.txt -->\n```text\n```\n"
+    for text in (region, region + region + "<!-- /output -->"):
+        with pytest.raises(LapwingError, match="expected"):
+            written(text, SOURCES)
 
 
 def test_code_is_left_alone() -> None:
     text = "a\n```\n<!-- value: toy/full x -->\n```\nb"
-    assert written(text, lambda name, form: stored()) == text
+    assert written(text, SOURCES) == text
 
 
 def test_the_command_writes_and_checks(
