@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lapwing.core.settings import Rule, require_integer
 from lapwing.core.slopes import isolated
-from lapwing.errors import UnsupportedError
+from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.networks.directional import outputs_along
 from lapwing.posteriors.protocols import HasWeightSamples, required
@@ -217,3 +217,20 @@ class LapwingModel(Model):  # type: ignore[misc]
         if hasattr(self, "outcome_transform"):
             drawn = self.outcome_transform.untransform(drawn, X=X)[0]
         return drawn
+
+
+def require_bounds(bounds: Tensor, inputs: int | None) -> None:
+    """Raise DataError unless the bounds are a tensor (2, d) with lower bounds below upper ones; None is any d."""
+    if not isinstance(bounds, Tensor):
+        raise DataError(
+            f"bounds are of type {type(bounds).__name__}; expected a tensor, such as torch.tensor([[0.0, 0.0], [1.0, 1.0]])."
+        )
+    if bounds.ndim != 2 or len(bounds) != 2 or (inputs is not None and bounds.shape[1] != inputs):
+        columns = "d" if inputs is None else inputs
+        raise DataError(
+            f"bounds have the shape {tuple(bounds.shape)}; expected (2, {columns}): lower, then upper bounds."
+        )
+    if not bool(torch.isfinite(bounds).all()) or bool((bounds[0] >= bounds[1]).any()):
+        raise DataError(
+            f"bounds are {bounds.tolist()}; expected finite numbers, and every lower bound below its upper bound."
+        )

@@ -11,7 +11,7 @@ from botorch.models.transforms.outcome import Standardize
 from torch import Tensor, nn
 
 from lapwing.api import fit
-from lapwing.botorch.model import LapwingModel
+from lapwing.botorch.model import LapwingModel, require_bounds
 from lapwing.core.random import normal
 from lapwing.core.settings import POSITIVE
 from lapwing.errors import DataError
@@ -62,8 +62,8 @@ def surrogate(
         generator: The source of the frequencies; the global generator if None.
 
     Raises:
-        DataError: If X and Y are no matrices with as many rows, or bounds are not (2, d); if a number is not finite;
-            if no output has two different observations.
+        DataError: If X and Y are no matrices with as many rows, or bounds are not (2, d) with lower ones below upper
+            ones; if a number is not finite, or a row of X is outside of the bounds; if all observations are equal.
         UnsupportedError: If ``noise_std`` is not a positive number.
 
     >>> X = torch.rand(12, 2, dtype=torch.float64)
@@ -134,13 +134,28 @@ def _kernel(phi: Tensor) -> Tensor:
 
 def _check(X: Tensor, Y: Tensor, bounds: Tensor) -> None:
     """Raise DataError for observations from which nothing can be learned."""
-    if X.ndim != 2 or Y.ndim != 2 or len(X) != len(Y) or bounds.shape != (2, X.shape[1]):
-        raise DataError(
-            f"X has the shape {tuple(X.shape)}, Y {tuple(Y.shape)} and bounds {tuple(bounds.shape)}; expected (n, d), "
-            "(n, m) and (2, d)."
-        )
-    for name, values in (("X", X), ("Y", Y), ("bounds", bounds)):
+    require_bounds(bounds, None)
+    for name, values in (("X", X), ("Y", Y)):
+        if not isinstance(values, Tensor):
+            raise DataError(
+                f"{name} is of type {type(values).__name__}; expected a tensor, such as torch.as_tensor({name})."
+            )
+        if values.ndim != 2:
+            raise DataError(
+                f"{name} has the shape {tuple(values.shape)}; expected a row for each observation, (n, d) for X and "
+                "(n, m) for Y. One number for each becomes a column by [:, None]."
+            )
         if not bool(torch.isfinite(values).all()):
             raise DataError(f"{name} has a number that is not finite; leave such observations out.")
+    if len(X) != len(Y) or len(X) < 2:
+        raise DataError(f"X has {len(X)} rows and Y {len(Y)}; expected as many, and at least two observations.")
+    require_bounds(bounds, X.shape[1])
+    slack = 1e-6 * (bounds[1] - bounds[0])
+    outside = int(((bounds[0] - slack > X) | (bounds[1] + slack < X)).any(1).sum())
+    if outside:
+        raise DataError(
+            f"{outside} of {len(X)} rows of X are outside of the bounds; expected all inside, since the bounds set the "
+            "scale of the inputs. Leave them out, or give wider bounds here than to the acquisition function."
+        )
     if bool((Y[:1] == Y).all()):
         raise DataError(f"all {len(Y)} observations are equal; expected at least two different ones.")

@@ -6,7 +6,7 @@ import torch
 from botorch.optim import optimize_acqf
 from torch import Tensor
 
-from lapwing.botorch.model import LapwingModel
+from lapwing.botorch.model import LapwingModel, require_bounds
 from lapwing.core.random import derived_generator, global_seed
 from lapwing.errors import UnsupportedError
 
@@ -32,9 +32,11 @@ def thompson(
 
     Raises:
         UnsupportedError: If the model has several outputs, or its method has no function draws.
+        DataError: If the bounds are not (2, d) with lower ones below upper ones.
     """
     if model.num_outputs != 1:
         raise UnsupportedError(f"the model has {model.num_outputs} outputs; expected one to maximise.")
+    require_bounds(bounds, None)
     paths, points, starts = model.paths(n, generator), [], derived_generator(generator, bounds)
     for number in range(n):
         one = lambda X, number=number: paths(X)[number].amax((-2, -1))

@@ -153,12 +153,32 @@ def test_before_the_data_the_surrogate_is_equally_wide_everywhere() -> None:
     assert ratio(LapwingModel(wide, box)) > 2
 
 
-def test_surrogates_refuse_data_that_say_nothing() -> None:
-    for y, text in ((torch.ones(ROWS, 1), "are equal"), (torch.full((ROWS, 1), torch.nan), "not finite")):
-        with pytest.raises(DataError, match=text):
-            surrogate(X, y, BOUNDS)
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"Y": torch.ones(ROWS, 1)}, "are equal"),
+        ({"Y": torch.full((ROWS, 1), torch.nan)}, "not finite"),
+        ({"Y": X[:, 0]}, r"Y has the shape \(14,\).*\[:, None\]"),
+        ({"Y": X[:9]}, "14 rows and Y 9"),
+        ({"X": X[:1], "Y": X[:1]}, "at least two"),
+        ({"X": X.numpy()}, "X is .*torch.as_tensor"),
+        ({"X": 3 * X}, "outside of the bounds"),
+        ({"bounds": BOUNDS.flip(0)}, "below its upper bound"),
+        ({"bounds": 0 * BOUNDS}, "below its upper bound"),
+        ({"bounds": BOUNDS.tolist()}, "bounds are .*expected a tensor"),
+        ({"bounds": torch.cat([BOUNDS, BOUNDS], 1)}, r"expected \(2, 2\)"),
+    ],
+)
+def test_surrogates_refuse_data_that_say_nothing(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        surrogate(**{"X": X, "Y": X[:, :1], "bounds": BOUNDS, **changes})
+
+
+def test_bounds_and_noise_are_checked() -> None:
     with pytest.raises(UnsupportedError, match="noise_std"):
         surrogate(X, bowl(X), BOUNDS, noise_std=0.0)
+    with pytest.raises(DataError, match="below its upper bound"):
+        thompson(of_bowl(0), BOUNDS.flip(0), 1)
 
 
 def test_surrogate_and_thompson_depend_on_their_generator_alone() -> None:
@@ -229,5 +249,3 @@ def test_refusals() -> None:
         LapwingModel(labels)
     with pytest.raises(lw.errors.UnsupportedError, match="3 outputs"):
         thompson(LapwingModel(fitted(3)), BOUNDS, 1)
-    with pytest.raises(lw.errors.DataError, match=r"expected \(n, d\)"):
-        surrogate(X, X[:3], BOUNDS)
