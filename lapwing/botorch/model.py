@@ -222,9 +222,7 @@ class LapwingModel(Model):  # type: ignore[misc]
 def require_bounds(bounds: Tensor, inputs: int | None) -> None:
     """Raise DataError unless the bounds are a tensor (2, d) with lower bounds below upper ones; None is any d."""
     if not isinstance(bounds, Tensor):
-        raise DataError(
-            f"bounds are of type {type(bounds).__name__}; expected a tensor, such as torch.tensor([[0.0, 0.0], [1.0, 1.0]])."
-        )
+        raise DataError(f"bounds are of type {type(bounds).__name__}; expected a tensor, torch.tensor([lower, upper]).")
     if bounds.ndim != 2 or len(bounds) != 2 or (inputs is not None and bounds.shape[1] != inputs):
         columns = "d" if inputs is None else inputs
         raise DataError(
