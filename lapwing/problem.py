@@ -118,6 +118,11 @@ def fitting_targets(network: Network, likelihood: Likelihood, f: Tensor, y: Tens
     try:
         return likelihood.targets(f, y)
     except DataError as error:
+        if y.ndim and len(f) != len(y):
+            raise DataError(
+                f"a batch has {len(y)} targets and the network gives {len(f)} outputs for its inputs; expected one "
+                "target for each. Take the same rows of inputs and targets."
+            ) from error
         if not network.image:
             raise
         raise DataError(

@@ -132,7 +132,14 @@ def test_check_takes_arrays() -> None:
     [
         ([X, Y], r"a batch is a Tensor.*two tensors or arrays is a tuple: \(inputs, targets\)"),
         ([X.numpy(), Y.numpy()], r"a batch is a ndarray.*two tensors or arrays is a tuple"),
-        ((X, Y.tolist()), r"a batch is a Tensor.*two tensors or arrays is a tuple"),
+        ((X, Y.tolist()), r"data is a tuple whose second part, the targets, is a list of 40;.*np\.asarray\(targets\)"),
+        ((X.tolist(), Y.tolist()), r"second part, the targets, is a list of 40; expected \(inputs, targets\) of two"),
+        (((X, X), Y.tolist()), "second part, the targets, is a list of 40"),
+        ((X, None), "second part, the targets, is None; .*without targets use predict"),
+        ((X.numpy(), Y, X), r"a tuple of 3 whose first part is a ndarray; .*lw\.samples\.weighted\(\(inputs, targets"),
+        ((X.tolist(), Y), r"the inputs are a list of 40 with numbers in it;.*np\.asarray\(inputs\)"),
+        ([(X.tolist(), Y)], r"the inputs are a list of 40 with numbers in it;.*np\.asarray\(inputs\)"),
+        ([(X, Y[1:])], "a batch has 39 targets and the network gives 40 outputs.*expected one target for each"),
         (X, r"data is a tensor of shape \(40, 4\).*expected a DataLoader.*one pair \(inputs, targets\)"),
         (X.numpy(), "expected a DataLoader.*one pair"),
         (Frame(X.numpy()), "expected a DataLoader.*one pair"),
@@ -148,12 +155,24 @@ def test_other_data_are_refused(source: Any, message: str) -> None:
 
 
 def test_pairs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(DataError, match=r"targets have the shape \(39,\)"):
-        lw.fit(net(), (X.numpy(), Y[1:].numpy()), "classification")
     with pytest.raises(DataError, match="expected whole class numbers"):
         lw.fit(net(), (X.numpy(), Y.double().numpy()), "classification")
     with pytest.raises(InputError, match="same dtype"):  # as for predict: tensors are given as the model takes them
         lw.fit(net(), (X.double(), Y), "classification")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_pair_of_unequal_lengths_is_refused_by_every_data_argument(call: str) -> None:
+    x, y = X.double().numpy(), Y[1:]
+    for pair in ((X, y), (x, y.numpy()), (Frame(x), Frame(y.numpy())), (X, lw.samples.Weighted(y, y))):
+        with pytest.raises(DataError, match=r": 40 inputs with 39 targets, of the shapes \(40, 4\) and \(39,\)"):
+            CALLS[call](pair)
+
+
+def test_inputs_of_several_tensors_may_have_other_lengths() -> None:
+    """A context for all samples has rows of its own, and the first tensor may be the context."""
+    (batch,) = Data(((torch.zeros(5, 3), X), Y), CPU).batches("")
+    assert batch.n_samples == ROWS
 
 
 def test_training_takes_a_pair_in_steps_of_random_order() -> None:
