@@ -157,8 +157,34 @@ def test_other_data_are_refused(source: Any, message: str) -> None:
 def test_pairs_that_do_not_fit_are_refused() -> None:
     with pytest.raises(DataError, match="expected whole class numbers"):
         lw.fit(net(), (X.numpy(), Y.double().numpy()), "classification")
-    with pytest.raises(InputError, match="same dtype"):  # as for predict: tensors are given as the model takes them
+    with pytest.raises(InputError, match=CONVERT):  # as for predict: tensors are given as the model takes them
         lw.fit(net(), (X.double(), Y), "classification")
+
+
+CONVERT = r"Give it what it was trained on\. Convert the inputs: x\.to\(torch\.float32\)"
+
+
+@pytest.mark.parametrize("x", [X.double(), X.long(), X.long().numpy()])
+def test_inputs_of_another_dtype_are_refused_with_the_one_to_use(x: Any) -> None:
+    with pytest.raises(InputError, match=CONVERT):
+        posterior().predict(x)
+
+
+def test_other_refusals_say_nothing_about_dtypes() -> None:
+    for x in (X[:, :2], X[:, :2].numpy()):
+        with pytest.raises(InputError, match=r"cannot be multiplied.*Give it what it was trained on\.$"):
+            posterior().predict(x)
+    words = lw.fit(
+        nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(6, CLASSES)), (Y[:, None].expand(-1, 2), Y),
+        "classification", prior=1.0, weights="last_layer",
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"Give it what it was trained on\.$"):
+        words.predict(X[:, :2].double())
+
+
+def test_a_pair_is_no_input_of_predict() -> None:
+    with pytest.raises(InputError, match=r"A tuple means several inputs of the model.*give x alone, without targets"):
+        posterior().predict((X, Y))
 
 
 @pytest.mark.parametrize("call", CALLS)
