@@ -233,8 +233,7 @@ def _output(module: nn.Module, inputs: Inputs) -> Tensor:
     except (DataError, ModelError):
         raise
     except REFUSED as error:
-        raise InputError(
-            f"the model raises {type(error).__name__}: {error}. {advice(getattr(module, 'inner', module), inputs, error)}"
-        ) from error
+        do = advice(getattr(module, "inner", module), inputs, error)
+        raise InputError(f"the model raises {type(error).__name__}: {error}. {do}") from error
     check_finite(out, "outputs of the network")
     return out
