@@ -139,7 +139,7 @@ def test_check_takes_arrays() -> None:
         ((X.numpy(), Y, X), r"a tuple of 3 whose first part is a ndarray; .*lw\.samples\.weighted\(\(inputs, targets"),
         ((X.tolist(), Y), r"the inputs are a list of 40 with numbers in it;.*np\.asarray\(inputs\)"),
         ([(X.tolist(), Y)], r"the inputs are a list of 40 with numbers in it;.*np\.asarray\(inputs\)"),
-        ([(X, Y[1:])], "a batch has 39 targets and the network gives 40 outputs.*expected one target for each"),
+        ([(X, Y[1:])], "40 inputs with 39 targets; expected one target for each. Take the same rows"),
         (X, r"data is a tensor of shape \(40, 4\).*expected a DataLoader.*one pair \(inputs, targets\)"),
         (X.numpy(), "expected a DataLoader.*one pair"),
         (Frame(X.numpy()), "expected a DataLoader.*one pair"),
