@@ -182,9 +182,12 @@ def test_other_refusals_say_nothing_about_dtypes() -> None:
         words.predict(X[:, :2].double())
 
 
-def test_a_pair_is_no_input_of_predict() -> None:
+def test_pairs_and_lists_of_numbers_are_no_inputs_of_predict() -> None:
     with pytest.raises(InputError, match=r"A tuple means several inputs of the model.*give x alone, without targets"):
         posterior().predict((X, Y))
+    for rows in (X.tolist(), X[:, :2].tolist()):
+        with pytest.raises(DataError, match=r"batch 0 is a list of \d with numbers in it;.*np\.asarray\(x\)"):
+            posterior().predict(rows)
 
 
 @pytest.mark.parametrize("call", CALLS)
