@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -50,10 +51,11 @@ def train_ensemble(
         likelihood: As for ``train``.
         members: The number of networks.
         recipe: How each is trained: ``lw.recipes.fixed()`` (plain training) if None.
-        folder: An existing folder for a checkpoint of every member, written after every epoch. A repeated call goes on
-            from there, with the result of a call that was not interrupted. Recipe, likelihood and data must be the
-            same, in any order of the data, which are read twice to compare them. Inputs or targets that differ between
-            two readings, as with random augmentation, are not compared.
+        folder: A folder for a checkpoint of every member, written after every epoch. It is made if it does not exist,
+            in a folder that does. A repeated call goes on from there, with the result of a call that was not
+            interrupted. Recipe, likelihood and data must be the same, in any order of the data, which are read twice to
+            compare them. Inputs or targets that differ between two readings, as with random augmentation, are not
+            compared.
         target_key: As for ``fit``.
         output: As for ``fit``.
         progress: Whether to show progress bars; None shows them on a terminal.
@@ -159,6 +161,8 @@ def _refuse_other_call(folder: Path, recipe: Recipe, likelihood: Likelihood, dat
     call = {"recipe": f"{replace(recipe, update=None)!r}, {tuner}", "likelihood": repr(likelihood)}
     path = folder / "ensemble.json"
     if not path.exists():
+        with contextlib.suppress(OSError):  # a folder that cannot be made is refused below
+            folder.mkdir(exist_ok=True)
         write_atomically(path, [json.dumps({**call, "data": data.to_plain()}, indent=1).encode()])
         return
     try:

@@ -118,6 +118,11 @@ def fitting_targets(network: Network, likelihood: Likelihood, f: Tensor, y: Tens
     try:
         return likelihood.targets(f, y)
     except DataError as error:
+        if f.ndim == 2 and y.ndim and len(f) != len(y):  # targets of tokens may be flattened: that is another mistake
+            raise DataError(
+                f"targets have the shape {tuple(y.shape)} and outputs {tuple(f.shape)}: {len(f)} inputs with {len(y)} "
+                "targets; expected one target for each. Take the same rows of inputs and targets."
+            ) from error
         if not network.image:
             raise
         raise DataError(

@@ -117,6 +117,18 @@ def place_name(key: str) -> str:
     return key.rpartition(":")[0]
 
 
+def is_numbers(value: Any) -> bool:
+    """Return whether the value is a list or tuple of numbers, nested or not, without any tensor.
+
+    >>> is_numbers([[0.5, 1.0], [2.0, 3.0]]), is_numbers([(0.5, torch.zeros(2))]), is_numbers([])
+    (True, False, False)
+    """
+    first = value
+    while isinstance(first, tuple | list) and first:
+        first = first[0]
+    return first is not value and isinstance(first, int | float) and not any(placed(value))
+
+
 def n_rows(leaf: Leaf) -> int:
     """Return the first dimension of a tensor, 0 for a single number, which has no rows; or the number of samples."""
     if isinstance(leaf, Tensor):
@@ -225,6 +237,11 @@ class SampleRows:
             if not isinstance(leaf, Tensor):
                 return len(leaf)
         if not any(n_rows(t) or t.ndim for _, t in leaves if isinstance(t, Tensor)):
+            if is_numbers(inputs):
+                raise DataError(
+                    f"the inputs are a {type(inputs).__name__} of {len(inputs)} with numbers in it; expected a tensor "
+                    "or an array. Make one of them: np.asarray(inputs), or torch.as_tensor(inputs)."
+                )
             raise DataError(
                 f"the inputs are {type(inputs).__name__} and hold no tensor with a batch dimension; expected (B, ...). "
                 "Give the batches of a loader one by one."

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lapwing.core.batches import Batch
-from lapwing.core.inputs import Inputs, SampleRows, as_tensors, take
+from lapwing.core.inputs import Inputs, SampleRows, as_tensors, is_numbers, take
 from lapwing.core.parts import Part
 from lapwing.core.processes import Processes
 from lapwing.core.settings import is_array, seen
@@ -54,7 +54,9 @@ def as_source(source: Any, name: str, processes: Processes, dtype: torch.dtype |
         return whole_loader(source, processes)
     if is_pair(source):
         batch = batch_of(source, None, dtype)  # arrays become tensors once, and not at every pass
+        refuse_unequal(batch.inputs, batch.targets, name)
         return [(batch.inputs, batch.targets if batch.weights is None else Weighted(batch.targets, batch.weights))]
+    _refuse_half_pair(source, name)
     # Only iterators are tested: opening a loader may start worker processes.
     if hasattr(source, "__next__") and iter(source) is source:
         raise DataError(
@@ -62,6 +64,48 @@ def as_source(source: Any, name: str, processes: Processes, dtype: torch.dtype |
             "Give a DataLoader, a list of batches, or any object that can be iterated again."
         )
     return source  # type: ignore[no-any-return]
+
+
+def refuse_unequal(inputs: Inputs, targets: Any, name: str) -> None:
+    """Raise if a pair of two tensors or arrays has unequal lengths; inputs of another form say their number later.
+
+    Targets without a dimension are those of one sample, which lacks its batch dimension.
+    """
+    known = isinstance(inputs, Tensor) or is_array(inputs)
+    if not known or getattr(inputs, "is_nested", False):
+        return
+    targets = targets.targets if isinstance(targets, Weighted) else targets
+    rows, count = (t.shape if hasattr(t, "shape") else t.__array__().shape for t in (inputs, targets))
+    if rows and count and rows[0] != count[0]:
+        raise DataError(
+            f"{name}: {rows[0]} inputs with {count[0]} targets, of the shapes {tuple(rows)} and {tuple(count)}; "
+            "expected one target for each. Take the same rows of both. One sample alone needs a batch dimension: "
+            "(x[None], y[None])."
+        )
+
+
+def _refuse_half_pair(source: Any, name: str) -> None:
+    """Raise if a tuple is no list of batches, since its first part is an array, and no pair either."""
+    if not isinstance(source, tuple) or not source:
+        return
+    last, count = source[-1], len(source)
+    if count == 2 and (is_array(source[0]) or is_numbers(last)):
+        what = f"a {type(last).__name__} of {len(last)}" if isinstance(last, tuple | list) else seen(last)
+        convert = " Convert the list: np.asarray(targets), or torch.as_tensor(targets)." if is_numbers(last) else ""
+        none = " For inputs without targets use predict." if last is None else ""
+        raise DataError(
+            f"{name} is a tuple whose second part, the targets, is {what}; expected (inputs, targets) of two tensors "
+            f"or arrays.{convert}{none}"
+        )
+    if is_array(source[0]):
+        raise DataError(
+            f"{name} is a tuple of {count} whose first part is {_kind(source[0])}; expected (inputs, targets). Weights "
+            "go into lw.samples.weighted((inputs, targets, weights)), several inputs into a tuple: ((x1, x2), y)."
+        )
+
+
+def _kind(value: Any) -> str:
+    return seen(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def whole_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[Any]:

@@ -17,7 +17,18 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from lapwing.core.data import read
-from lapwing.core.inputs import LEAVES, Inputs, as_tensors, check_finite, moved, n_rows, place_name, placed, tensors_in
+from lapwing.core.inputs import (
+    LEAVES,
+    Inputs,
+    as_tensors,
+    check_finite,
+    is_numbers,
+    moved,
+    n_rows,
+    place_name,
+    placed,
+    tensors_in,
+)
 from lapwing.core.parts import share_of
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.progress import ProgressBar
@@ -103,6 +114,11 @@ class InputStream:
             return self._without_target(item)
         if isinstance(item, LEAVES):
             return item
+        if is_numbers(item):
+            raise DataError(
+                f"batch {position} is a {type(item).__name__} of {len(item)} with numbers in it; expected a tensor or "
+                "an array. Make one of nested lists: np.asarray(x), or torch.as_tensor(x)."
+            )
         if isinstance(item, tuple | list):
             if self.places:
                 choices = [item, *item[:1]] if len(item) <= 2 else [item]

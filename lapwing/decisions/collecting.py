@@ -18,7 +18,7 @@ from lapwing.core.data import Data
 from lapwing.core.inputs import Inputs, as_tensors
 from lapwing.core.progress import shows_progress
 from lapwing.core.settings import DATA, seen
-from lapwing.core.sources import is_pair
+from lapwing.core.sources import is_pair, refuse_unequal
 from lapwing.core.streams import InputStream, has_places, is_loader
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.networks.network import Network
@@ -124,6 +124,8 @@ def one_or_loader(network: Network, data: Any) -> Any:
     places = network.input_places
     if not isinstance(data, tuple) or (places and has_places(data, places)):
         return data
+    if is_pair(data):
+        refuse_unequal(data[0], data[1], "data")
     batches = not is_pair(data) and all(isinstance(item, tuple | list | Mapping) for item in data)
     return list(data) if batches else [data]
 

@@ -16,7 +16,15 @@ from lapwing.core.inputs import Inputs, check_finite, map_tensors, moved
 from lapwing.core.memory import gathered, runs
 from lapwing.core.switches import FORWARD_MODE, math_attention, quiet
 from lapwing.errors import DataError, InputError, ModelError
-from lapwing.networks.forward import REFUSED, BatchCall, device_of, refuse_distributed, refuse_training_mode, unwrapped
+from lapwing.networks.forward import (
+    REFUSED,
+    BatchCall,
+    advice,
+    device_of,
+    refuse_distributed,
+    refuse_training_mode,
+    unwrapped,
+)
 from lapwing.networks.selection import AllWeights, Named, Selection, Weights, float_parameters, selected
 
 PIECE = 0.2  # share of the byte budget for the pass of one chunk of vectors
@@ -225,8 +233,7 @@ def _output(module: nn.Module, inputs: Inputs) -> Tensor:
     except (DataError, ModelError):
         raise
     except REFUSED as error:
-        raise InputError(
-            f"the model raises {type(error).__name__}: {error}. Give it what it was trained on."
-        ) from error
+        do = advice(getattr(module, "inner", module), inputs, error)
+        raise InputError(f"the model raises {type(error).__name__}: {error}. {do}") from error
     check_finite(out, "outputs of the network")
     return out

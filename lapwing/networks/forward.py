@@ -14,7 +14,7 @@ from torch.func import functional_call
 from lapwing.core.batches import Batch
 from lapwing.core.checkpoints import without_checkpoints
 from lapwing.core.images import DIMS, pixels
-from lapwing.core.inputs import Inputs, call, map_tensors, takes, tensors_in
+from lapwing.core.inputs import Inputs, accepts, call, map_tensors, takes, tensors_in
 from lapwing.core.interrupts import deferred, poll
 from lapwing.core.samples import SampleSet
 from lapwing.core.settings import seen
@@ -125,7 +125,9 @@ def model_output(
     except REFUSED as error:
         if type(error) not in REFUSED:  # of the user's own, out of memory, or an operation that is not implemented
             raise
-        raise InputError(f"the model raises {type(error).__name__}: {error}. {_described(model, inputs)}") from error
+        raise InputError(
+            f"the model raises {type(error).__name__}: {error}. {_described(model, inputs, error)}"
+        ) from error
     path = output_of(model) if output is None else output
     out = picked(out, path)
     if not isinstance(out, Tensor):
@@ -185,14 +187,26 @@ def _renamed(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"inner.{name}": value for name, value in values.items()}
 
 
-def _described(model: nn.Module, inputs: Inputs) -> str:
+def _described(model: nn.Module, inputs: Inputs, error: Exception) -> str:
     """Describe the inputs, for the error message: PyTorch's message may only mention a matrix inside the model."""
     kinds = lambda tensors: ", ".join(dict.fromkeys(f"{t.dtype} on {t.device}" for t in tensors)) or "none"
     shapes = ", ".join(str(tuple(t.shape)) for t in tensors_in(inputs))
     return (
         f"Lapwing gave the network inputs of shape {shapes} ({kinds(tensors_in(inputs))}); its weights are "
-        f"{kinds(model.parameters())}. Give it what it was trained on."
+        f"{kinds(model.parameters())}. {advice(model, inputs, error)}"
     )
+
+
+def advice(model: nn.Module, inputs: Inputs, error: Exception) -> str:
+    """Return what to do about inputs that the model refuses with this error."""
+    trained = "Give it what it was trained on."
+    if isinstance(inputs, tuple) and not accepts(model, inputs):
+        return f"{trained} A tuple means several inputs of the model, and it takes one: give x alone, without targets."
+    wanted, text = arithmetic_of(model), str(error)
+    others = {t.dtype for t in tensors_in(inputs) if not t.is_complex()} - {wanted, torch.bool}
+    if others and "type" in text and "indices" not in text:  # an embedding asks for whole numbers
+        return f"{trained} Convert the inputs: x.to({wanted}) for a tensor, x.astype(float) for an array."
+    return trained
 
 
 def shaped(raw: Tensor) -> Tensor:

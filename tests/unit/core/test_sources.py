@@ -132,7 +132,14 @@ def test_check_takes_arrays() -> None:
     [
         ([X, Y], r"a batch is a Tensor.*two tensors or arrays is a tuple: \(inputs, targets\)"),
         ([X.numpy(), Y.numpy()], r"a batch is a ndarray.*two tensors or arrays is a tuple"),
-        ((X, Y.tolist()), r"a batch is a Tensor.*two tensors or arrays is a tuple"),
+        ((X, Y.tolist()), r"data is a tuple whose second part, the targets, is a list of 40;.*np\.asarray\(targets\)"),
+        ((X.tolist(), Y.tolist()), r"second part, the targets, is a list of 40; expected \(inputs, targets\) of two"),
+        (((X, X), Y.tolist()), "second part, the targets, is a list of 40"),
+        ((X, None), "second part, the targets, is None; .*without targets use predict"),
+        ((X.numpy(), Y, X), r"a tuple of 3 whose first part is a ndarray; .*lw\.samples\.weighted\(\(inputs, targets"),
+        ((X.tolist(), Y), r"the inputs are a list of 40 with numbers in it;.*np\.asarray\(inputs\)"),
+        ([(X.tolist(), Y)], r"the inputs are a list of 40 with numbers in it;.*np\.asarray\(inputs\)"),
+        ([(X, Y[1:])], "40 inputs with 39 targets; expected one target for each. Take the same rows"),
         (X, r"data is a tensor of shape \(40, 4\).*expected a DataLoader.*one pair \(inputs, targets\)"),
         (X.numpy(), "expected a DataLoader.*one pair"),
         (Frame(X.numpy()), "expected a DataLoader.*one pair"),
@@ -148,12 +155,53 @@ def test_other_data_are_refused(source: Any, message: str) -> None:
 
 
 def test_pairs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(DataError, match=r"targets have the shape \(39,\)"):
-        lw.fit(net(), (X.numpy(), Y[1:].numpy()), "classification")
     with pytest.raises(DataError, match="expected whole class numbers"):
         lw.fit(net(), (X.numpy(), Y.double().numpy()), "classification")
-    with pytest.raises(InputError, match="same dtype"):  # as for predict: tensors are given as the model takes them
+    with pytest.raises(InputError, match=CONVERT):  # as for predict: tensors are given as the model takes them
         lw.fit(net(), (X.double(), Y), "classification")
+
+
+CONVERT = r"Give it what it was trained on\. Convert the inputs: x\.to\(torch\.float32\)"
+
+
+@pytest.mark.parametrize("x", [X.double(), X.long(), X.long().numpy()])
+def test_inputs_of_another_dtype_are_refused_with_the_one_to_use(x: Any) -> None:
+    with pytest.raises(InputError, match=CONVERT):
+        posterior().predict(x)
+
+
+def test_other_refusals_say_nothing_about_dtypes() -> None:
+    for x in (X[:, :2], X[:, :2].numpy()):
+        with pytest.raises(InputError, match=r"cannot be multiplied.*Give it what it was trained on\.$"):
+            posterior().predict(x)
+    words = lw.fit(
+        nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(6, CLASSES)), (Y[:, None].expand(-1, 2), Y),
+        "classification", prior=1.0, weights="last_layer",
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"Give it what it was trained on\.$"):
+        words.predict(X[:, :2].double())
+
+
+def test_pairs_and_lists_of_numbers_are_no_inputs_of_predict() -> None:
+    with pytest.raises(InputError, match=r"A tuple means several inputs of the model.*give x alone, without targets"):
+        posterior().predict((X, Y))
+    for rows in (X.tolist(), X[:, :2].tolist()):
+        with pytest.raises(DataError, match=r"batch 0 is a list of \d with numbers in it;.*np\.asarray\(x\)"):
+            posterior().predict(rows)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_pair_of_unequal_lengths_is_refused_by_every_data_argument(call: str) -> None:
+    x, y = X.double().numpy(), Y[1:]
+    for pair in ((X, y), (x, y.numpy()), (Frame(x), Frame(y.numpy())), (X, lw.samples.Weighted(y, y))):
+        with pytest.raises(DataError, match=r": 40 inputs with 39 targets, of the shapes \(40, 4\) and \(39,\)"):
+            CALLS[call](pair)
+
+
+def test_inputs_of_several_tensors_may_have_other_lengths() -> None:
+    """A context for all samples has rows of its own, and the first tensor may be the context."""
+    (batch,) = Data(((torch.zeros(5, 3), X), Y), CPU).batches("")
+    assert batch.n_samples == ROWS
 
 
 def test_training_takes_a_pair_in_steps_of_random_order() -> None:
