@@ -14,6 +14,7 @@ from lapwing.api import fit
 from lapwing.botorch.model import LapwingModel, require_bounds
 from lapwing.core.random import normal
 from lapwing.core.settings import POSITIVE
+from lapwing.core.spectra import eigh
 from lapwing.errors import DataError
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.methods.kernel_space import KernelSpace
@@ -97,7 +98,7 @@ def candidate(x: Tensor, y: Tensor, noise_std: float, generator: torch.Generator
     best: Candidate | None = None
     for length in LENGTHS.tolist():
         frequencies = drawn / (length * 2 * x.shape[1] ** 0.5)
-        values, vectors = torch.linalg.eigh(_kernel(features(x, frequencies)))
+        values, vectors = eigh(_kernel(features(x, frequencies)))
         spread = variances[:, None] * values.clamp_min(0) + noise_std**2
         fits = ((vectors.mT @ y).square().sum(1) / spread).sum(1)
         scores = -0.5 * (fits + y.shape[1] * (2 * math.pi * spread).log().sum(1))
