@@ -79,7 +79,7 @@ def tanh_network(X: Tensor, Y: Tensor, bounds: Tensor) -> Tensor:
     standard.eval()
     sizes = [(X.shape[1], 32), (32, 32), (32, 1)]
     layers = [torch.nn.Linear(*size, dtype=torch.float64) for size in sizes]
-    model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
+    model: torch.nn.Module = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
     likelihood, recipe = (
         lw.Gaussian(noise_std=0.01),
         lw.recipes.classic(10, method=lw.KernelSpace(), prior=lw.per_layer(1.0)),
