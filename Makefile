@@ -20,16 +20,19 @@ test: $(READY)
 
 setup: $(READY)
 
-# Set up once; again only when the pins or the dependencies change. `make run` needs nothing for development. Nothing is
-# compiled in advance, which takes half a minute: Python compiles what is imported, and keeps it for the next time.
+# Set up once; again only when the pins or the dependencies change. `make run` needs nothing for development; what the
+# checks need holds that too, so that they take one installation. No bytecode in advance: most modules are never imported.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+
 $(RUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[run]"
+	$(INSTALL) -e ".[run]"
 	touch $@
 
-$(READY): $(RUN)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[test]"
-	touch $@
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e ".[test]"
+	touch $(RUN) $@
 
 lint: $(READY)
 	$(BIN)/ruff check .
