@@ -32,6 +32,7 @@ PLACES = {
 IN_SDIST = (
     "lapwing/api.py",
     "tests/release.py",
+    "tests/data/0.2.0/full.lapwing",
     "docs/index.md",
     "experiments/__main__.py",
     "README.md",
