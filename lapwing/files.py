@@ -6,6 +6,7 @@ posterior. This module knows none of their classes: each value takes itself apar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,13 +15,14 @@ import torch
 from torch import nn
 
 from lapwing.core.container import read, write
-from lapwing.core.schema import UNLIMITED, ListOf, MapOf, Record, Text, Whole
+from lapwing.core.schema import UNLIMITED, Later, ListOf, MapOf, Record, Text, Whole
 from lapwing.core.state import Part, State, Unread
 from lapwing.errors import FileError, LapwingError, ModelError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
-from lapwing.networks.fingerprint import Fingerprint
+from lapwing.networks.fingerprint import Fingerprint, settings_in, structure_of
 from lapwing.networks.forward import refuse_training_mode, unwrapped
 from lapwing.networks.network import Network
+from lapwing.networks.probe import OtherFunctionError
 from lapwing.posteriors.protocols import Posterior
 from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
@@ -53,6 +55,8 @@ def save(posterior: Posterior, fingerprint: Fingerprint, method: str, why: str, 
     marks = {**asdict(fingerprint), "quick": ()}
     del marks["structure"]
     settings = {"method": method, "why": why, "fingerprint": marks, "modules": fingerprint.modules}
+    if problem.network.probed is None:
+        settings["settings"] = fingerprint.settings
     state = State(FORMAT, settings, parts=parts)
     try:
         _restored(state, problem.network.model)
@@ -68,7 +72,7 @@ def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, st
     refuse_training_mode(model)
     try:
         return _restored(_moved(state, next(model.parameters()).device), model)
-    except _OtherModelError as error:
+    except (_OtherModelError, OtherFunctionError) as error:
         raise FileError(f"the file belongs to another model: {error}") from error
     except LapwingError as error:
         raise FileError(f"{path} is damaged: {str(error).rstrip('.')}. Save the posterior again.") from error
@@ -80,7 +84,8 @@ def _restored(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, s
     """Build the posterior from a state, each part after its values were checked."""
     numbers = ListOf(UNLIMITED, "n")
     fields = state.read(
-        method=Text(), why=Text(), modules=MapOf(Text()), **{name: Unread() for name in PARTS},
+        method=Text(), why=Text(), modules=MapOf(Text()), settings=Later(MapOf(Text())),
+        **{name: Unread() for name in PARTS},
         fingerprint=Record(
             Fingerprint, names=ListOf(Text(), "n"), shapes=ListOf(ListOf(Whole()), "n"), marks=numbers, norms=numbers,
             quick=ListOf(Text(), 0),
@@ -88,12 +93,14 @@ def _restored(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, s
     )  # fmt: skip
     modules = {(name, ""): kind for name, kind in fields["modules"].items()}
     _refuse_other_model(replace(fields["fingerprint"], structure=modules), model)
+    before = structure_of(model)
+    _refuse_other_settings(fields.get("settings", {}), before)
     network = Part(Network, model).checked(fields["network"], {})
     sizes = {"P": network.selection.size, "C": network.output_shape[-1]}
     likelihood = Part(Likelihood).checked(fields["likelihood"], sizes)
     prior = Part(Prior, network).checked(fields["prior"], sizes)
     posterior = Part(Posterior, Problem(network, likelihood, prior)).checked(fields["posterior"], sizes)
-    return posterior, Fingerprint.of(model, modules), fields["method"], fields["why"]
+    return posterior, Fingerprint.of(model, before), fields["method"], fields["why"]
 
 
 def _moved(state: State, device: torch.device) -> State:
@@ -113,3 +120,14 @@ def _refuse_other_model(fingerprint: Any, model: nn.Module) -> None:
         fingerprint.refuse_other(model, tolerance=1e-6 if eps == torch.finfo(torch.float64).eps else 4 * eps)
     except ModelError as error:
         raise _OtherModelError(str(error)) from error
+
+
+def _refuse_other_settings(stored: Mapping[str, str], structure: Mapping[tuple[str, str], Any]) -> None:
+    """Raise if a setting of a module is another one; those that only one version of a module has are not compared."""
+    for name, now in settings_in(structure).items():
+        if stored.get(name, now) != now:
+            module, setting = name.rsplit(" ", 1)
+            raise _OtherModelError(
+                f"{setting} of the module {module!r} is {now:.60} and was {stored[name]:.60} at the fit. Build the "
+                "model as it was."
+            )

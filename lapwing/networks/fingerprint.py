@@ -86,6 +86,11 @@ class Fingerprint:
         """The type of every module by its name, for a file."""
         return {name: fact for (name, setting), fact in self.structure.items() if not setting}
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of every module as text, for a file: by "name setting"."""
+        return settings_in(self.structure)
+
     def _refuse_other_structure(self, model: nn.Module) -> None:
         """Raise if a module was replaced, or a setting of one changed."""
         if not self.structure:
@@ -115,6 +120,11 @@ def refuse_other_models(model: nn.Module, processes: Processes) -> None:
             f"process {processes.rank} has another model than process 0; expected the same weights and buffers in all. "
             "Load the same file in all of them, or send the weights of one: torch.distributed.broadcast."
         ) from error
+
+
+def settings_in(structure: Mapping[tuple[str, str], Any]) -> dict[str, str]:
+    """Return the settings of modules as text, by "name setting"."""
+    return {f"{name} {setting}": repr(fact) for (name, setting), fact in structure.items() if setting}
 
 
 def structure_of(model: nn.Module) -> dict[tuple[str, str], Any]:

@@ -43,6 +43,7 @@ from lapwing.networks.graph import read
 from lapwing.networks.images import pixel_targets, seen_sizes, shapes_of_sample
 from lapwing.networks.layout import Layout
 from lapwing.networks.patterns import Patterns, find_patterns
+from lapwing.networks.probe import Probe
 from lapwing.networks.replica import Replica
 from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.several_outputs import Path
@@ -70,6 +71,7 @@ class Network:
     head: str = ""  # the weight of the linear map that makes the outputs, if one does and it is selected
     image: tuple[int, ...] = ()  # (H, W) or (D, H, W) of the first batch if outputs are images; others may differ
     output: Path = ()  # which of several outputs of the model, by its keys and positions; empty for the only one
+    probe: Probe | None = field(default=None, repr=False)  # by which a file knows the function that the model is
     _memory: _Memory = field(init=False, repr=False)
 
     @classmethod
@@ -92,6 +94,8 @@ class Network:
         )  # fmt: skip
         network._memory.replica = seen.replica
         network._memory.sizes.update(seen.sizes)
+        flags = network._memory.rows.per_sample(inputs, network.count(inputs))
+        vars(network)["probe"] = Probe.drawn(inputs, flags, network.arithmetic)
         return network
 
     def state(self) -> State:
@@ -100,9 +104,21 @@ class Network:
 
     @classmethod
     def from_state(cls, state: State, model: nn.Module) -> Network:
-        """Build the network of this model from its state."""
+        """Build the network of this model from its state; raise ``OtherFunctionError`` if it is another function."""
         facts, shift = read_facts(state, model)
-        return cls(model, **facts).shifted(shift)
+        network = cls(model, **facts).shifted(shift)
+        if network.probe is not None:
+            network.probe.refuse_other(network._alone, network.arithmetic, network.device)
+        return network
+
+    @cached_property
+    def probed(self) -> Probe | None:
+        """The probe with the outputs at its inputs; None if the network takes none."""
+        return None if self.probe is None else self.probe.after(self._alone, self.device)
+
+    def _alone(self, inputs: Inputs) -> Tensor:
+        """Return the outputs of the model itself, without a graph."""
+        return shaped(output_alone(self.replica, inputs, self.plain))
 
     @cached_property
     def plain(self) -> bool:
@@ -165,7 +181,7 @@ class Network:
     def _outputs(self, inputs: Inputs) -> Tensor:
         if wants_slopes(inputs):
             return self.linearise(inputs).f
-        f = self._checked(shaped(output_alone(self.replica, inputs, self.plain)))
+        f = self._checked(self._alone(inputs))
         return f if self.shift is None else f + self.jvp(inputs, self.shift[None])[0].to(f)
 
     def in_runs(self, inputs: Inputs, run: Callable[[Inputs], Tensor], dim: int = 0) -> Tensor:

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from lapwing.core.images import DIMS
 from lapwing.core.schema import MOST, Array, Either, Flag, Later, ListOf, MapOf, Maybe, Record, Text, Whole, distinct
-from lapwing.core.state import State
+from lapwing.core.state import Part, State
 from lapwing.errors import FileError
 from lapwing.networks.budget import Footprint
 from lapwing.networks.forward import is_recurrent
 from lapwing.networks.jacobians import KINDS, Block
 from lapwing.networks.layout import refuse_other_parameters
+from lapwing.networks.probe import Probe
 from lapwing.networks.selection import Selection
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def written(network: Network) -> State:
         **{name: value for name in ("image", "output", "head") if (value := getattr(network, name))},
     }  # fmt: skip
     tensors = {"index": network.selection.index, "shift": network.shift}
-    return State("Network", settings, {name: t for name, t in tensors.items() if t is not None})
+    parts = {} if network.probed is None else {"probe": network.probed.state()}
+    return State("Network", settings, {name: t for name, t in tensors.items() if t is not None}, parts)
 
 
 def read_facts(state: State, model: nn.Module) -> tuple[dict[str, Any], Tensor | None]:
@@ -52,7 +54,7 @@ def read_facts(state: State, model: nn.Module) -> tuple[dict[str, Any], Tensor |
         forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
         shift=Maybe(Array((None,))), image=Later(ListOf(Whole(1))),
         output=Later(ListOf(Either(Text(), Whole(-MOST)))), head=Later(Text()),
-        index=Maybe(Array((None,), 0, whole=True, also=distinct)),
+        index=Maybe(Array((None,), 0, whole=True, also=distinct)), probe=Later(Part(Probe)),
     )  # fmt: skip
     names, shapes, shift = fields.pop("names"), fields.pop("shapes"), fields.pop("shift")
     selection = Selection(names, shapes, fields.pop("index"))
