@@ -171,6 +171,24 @@ class ScaledDesign(DerivedDesign):
         return OperatorPart(part.rows, lambda v: part.forward(v * self.factor), lambda u: part.back(u) * self.factor)
 
 
+@dataclass(frozen=True, eq=False)
+class DeflatedDesign(DerivedDesign):
+    """The design X (I - UᵀU) without the directions of the orthonormal rows U (r, P), for vectors orthogonal to U."""
+
+    vectors: Tensor
+
+    def __iter__(self) -> Iterator[Part]:
+        return (self._deflated(part) for part in self.design)
+
+    def outside(self, v: Tensor) -> Tensor:
+        """Return the part of v (n, P) that is orthogonal to U, in float64."""
+        v = v.double()
+        return v - (v @ self.vectors.mT) @ self.vectors
+
+    def _deflated(self, part: Part) -> Part:
+        return OperatorPart(part.rows, part.forward, lambda u: self.outside(part.back(u)))
+
+
 def gram_product(design: Design, v: Tensor) -> Tensor:
     """Return Xᵀ X v (n, P) for every row of v (n, P), summed in float64."""
     total: Tensor | None = None

@@ -37,11 +37,17 @@ class Eigenpairs:
 
 
 def randomised_eigenpairs(
-    product: Product, size: int, rank: int, generator: torch.Generator | None, device: torch.device | None = None
+    product: Product,
+    size: int,
+    rank: int,
+    generator: torch.Generator | None,
+    device: torch.device | None = None,
+    iterations: int = 1,
 ) -> Eigenpairs:
     """Return the leading eigenpairs of a symmetric positive semi-definite operator, approximately.
 
-    Cost: two products of ``rank`` + 10 rows. Reference: Halko, Martinsson & Tropp 2011, algorithm 5.3.
+    Cost: ``iterations`` + 1 products of ``rank`` + 10 rows. Reference: Halko, Martinsson & Tropp 2011, algorithms 4.4
+    and 5.3.
 
     Args:
         product: multiplies rows (K, size) by the operator.
@@ -49,14 +55,16 @@ def randomised_eigenpairs(
         rank: the number of eigenpairs; fewer are returned if the others are zero in rounding.
         generator: draws the random vectors.
         device: where the rows are; the CPU if None.
+        iterations: the number of products that turn random vectors towards the leading ones.
 
     >>> a = torch.diag(torch.tensor([5.0, 2.0, 1e-9], dtype=torch.float64))
     >>> randomised_eigenpairs(lambda v: v @ a, 3, 2, torch.Generator().manual_seed(0)).values.round(decimals=6)
     tensor([5., 2.], dtype=torch.float64)
     """
     like = torch.empty(0, dtype=torch.float64, device=device)
-    probes = normal_rows(min(size, rank + OVERSAMPLE), size, generator, like)
-    basis = torch.linalg.qr(applied(product, probes).mT)[0].mT
+    basis = normal_rows(min(size, rank + OVERSAMPLE), size, generator, like)
+    for _ in range(iterations):
+        basis = torch.linalg.qr(applied(product, basis).mT)[0].mT
     inner = applied(product, basis) @ basis.mT
     values, turn = eigh(0.5 * (inner + inner.mT))
     values, turn = values.flip(0)[:rank], turn.flip(1)[:, :rank]

@@ -22,10 +22,13 @@ from lapwing.linalg.design import Design, ScaledDesign, back_product, gram_produ
 from lapwing.linalg.krylov import BlockKrylov, block_krylov
 from lapwing.linalg.logdet import DeflatedSpectrum, Logdet, random_signs
 from lapwing.linalg.operators import Solution
+from lapwing.linalg.randomised import Eigenpairs, randomised_eigenpairs
 from lapwing.linalg.stochastic import Perturbed
 
 OUTSIDE = 1e-5  # relative part of a row outside the basis that counts as rounding, in single precision
 FIRST = 4  # products that a basis starts with
+LEADING = 256  # eigenvectors that stochastic descent leaves out
+TURNS = 3  # products that find them
 GROWTH = 2  # products between two looks at the residual of its solves
 log = logging.getLogger(__name__)
 
@@ -127,13 +130,20 @@ class Ridge:
         solved = self._unscaled(torch.cat(rows) * phi**0.5)
         return Solution(solved, torch.cat(residuals), iterations, tolerance)
 
-    def descended(self, alpha: float, phi: float, descend: Callable[[Perturbed], Solution]) -> Solution:
-        """Solve for the draws of ``samples`` by stochastic descent: ``sgd`` or ``sdd`` of lapwing.linalg.stochastic."""
+    def descended(self, alpha: float, phi: float, descend: Callable[[Perturbed, Eigenpairs], Solution]) -> Solution:
+        """Solve for the draws of ``samples`` by stochastic descent, beside the leading eigenvectors."""
         if self.eps is None:
             raise ValueError("descent needs ε itself; expected a Ridge.drawn(..., keep=True).")
         design = self.design if self.scale is None else ScaledDesign(self.design, self.scale.rsqrt())
-        solution = descend(Perturbed(design, self.prior, self.eps, alpha * phi))
+        solution = descend(Perturbed(design, self.prior, self.eps, alpha * phi), self.leading)
         return replace(solution, x=self._unscaled(solution.x * phi**0.5))
+
+    @cached_property
+    def leading(self) -> Eigenpairs:
+        """At most ``LEADING`` leading eigenpairs of the Gram matrix, as many as fit into a third of ``bytes``."""
+        rank = max(1, min(LEADING, self.bytes // (24 * self.design.size)))
+        generator = torch.Generator().manual_seed(self.seed)
+        return randomised_eigenpairs(self.product, self.design.size, rank, generator, self.prior.device, TURNS)
 
     def rescaled(self, scale: Tensor) -> Ridge:
         """Return a ridge with the same noise and another D (P,); the last one is cached."""

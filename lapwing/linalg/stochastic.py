@@ -9,7 +9,12 @@ gradient,
 ``sgd`` minimises one of them. ``sdd`` works on the dual: the solution is z = ζ/√s + Xᵀ a for the minimum a of
 ½ aᵀ(XXᵀ + s I)a - aᵀ(ε - X ζ/√s). Both return the residual that they reached; the caller decides
 whether it is small enough (``Solution.require_convergence``).
-References: Antorán et al. 2023 (objectives); Lin et al. 2024 (dual).
+
+The steps that descent takes grow with the condition number, λ/s for the largest eigenvalue λ of XᵀX, which is often
+above a hundred thousand. ``descend_in_rounds`` therefore solves for the leading eigenvectors directly and descends in
+the other directions only. Every round starts from the residual of the one before, so the noise of the gradients falls
+with it and the error falls geometrically.
+References: Antorán et al. 2023 (objectives); Lin et al. 2024 (dual); Frangella et al. 2023 (leading eigenvectors).
 """
 
 from __future__ import annotations
@@ -22,14 +27,17 @@ import torch
 from torch import Tensor
 
 from lapwing.core.random import normal
-from lapwing.linalg.design import Design, Part, back_product, gram_product, located_parts
+from lapwing.linalg.cg import residual_sizes
+from lapwing.linalg.design import DeflatedDesign, Design, Part, back_product, gram_product, located_parts
 from lapwing.linalg.operators import TINY, Solution
+from lapwing.linalg.randomised import Eigenpairs
 
 OBJECTIVES = ("reduced", "classic")
 TAIL = 0.1  # share of the steps whose iterates sgd averages
 AVERAGED = 100  # sdd averages geometrically over about 1 / AVERAGED of its steps
 MOMENTUM = 0.9
 POWER = 10  # power iterations for the largest eigenvalues
+ROUNDS = 20  # restarts from the residual among which the passes are divided
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,30 +117,48 @@ def sgd(
     tensor([[0.6000, 1.0000]], dtype=torch.float64)
     """
     passes = Passes.over(system.design)
-    function = system.objective(objective)
     step = passes.step(system.shift, generator) if step is None else step
-    steps, z, averaged = epochs * passes.count, system.prior, 0
+    z = primal_descent(system, passes, step, system.prior, objective, epochs, generator)
+    return system.solution(z, epochs * passes.count, tolerance)
+
+
+def primal_descent(
+    system: Perturbed,
+    passes: Passes,
+    step: float,
+    z: Tensor,
+    objective: str,
+    epochs: int,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Return the average (K, P) of the last iterates of ``sgd`` from z (K, P), with the first step of this length."""
+    function = system.objective(objective)
+    steps, averaged = epochs * passes.count, 0
     velocity, mean = torch.zeros_like(z), torch.zeros_like(z)
     for t, (part, rows) in enumerate(passes.shuffled(epochs, generator)):
         ahead = z + MOMENTUM * velocity
         velocity *= MOMENTUM
         velocity -= step * (1 - t / steps) * function.estimate(ahead, part, rows, passes.count)
-        z += velocity
+        z = z + velocity
         if t >= (1 - TAIL) * steps - 1:
             averaged += 1
             mean += (z - mean) / averaged
-    return system.solution(mean, steps, tolerance)
+    return mean
 
 
 def dual_descent(
-    system: Perturbed, passes: Passes, epochs: int, generator: torch.Generator | None = None
+    system: Perturbed,
+    passes: Passes,
+    epochs: int,
+    generator: torch.Generator | None = None,
+    step: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the geometric average of the dual coefficients a (K, rows), and of Xᵀ a (K, P).
 
     They converge to the solution of (XXᵀ + s I) a = ε - X ζ/√s. The gradient for the coefficients of one part is exact
     and vanishes at the solution, so no noise remains there.
     """
-    step = passes.step(system.shift, generator, dual=True)
+    step = passes.step(system.shift, generator, dual=True) if step is None else step
     share = min(1.0, AVERAGED / (epochs * passes.count))
     count, prior = system.design.rows, system.prior
     # One tensor for a and u = Xᵀ a: momentum and average are linear, so they keep the relation between the two.
@@ -163,6 +189,64 @@ def sdd(
     passes = Passes.over(system.design)
     _, back = dual_descent(system, passes, epochs, generator)
     return system.solution(system.prior + back, epochs * passes.count, tolerance)
+
+
+def descend_in_rounds(
+    system: Perturbed,
+    leading: Eigenpairs,
+    *,
+    dual: bool,
+    objective: str = "reduced",
+    epochs: int = 400,
+    generator: torch.Generator | None = None,
+    tolerance: float = 1e-2,
+) -> Solution:
+    """Solve a system by its leading eigenvectors and, in the other directions, by rounds of ``sgd`` or ``sdd``.
+
+    Each round solves for the residual of the one before; the last one is the first that reaches the tolerance, or
+    the one that completes ``epochs`` passes. The eigenvectors may be approximate: the residual is that of the whole
+    system, in the metric of their preconditioner. It is relative to the prior's part of the right-hand side, so that
+    ``tolerance`` is the error in standard deviations, averaged over all directions, as for conjugate gradients.
+
+    >>> from lapwing.linalg.design import MatrixDesign
+    >>> noise, none = (torch.ones(1, 2).double(), torch.tensor([[1.0, 3.0]]).double()), torch.zeros(0).double()
+    >>> system = Perturbed(MatrixDesign(torch.eye(2).double(), part=1), *noise, shift=4.0)
+    >>> descend_in_rounds(system, Eigenpairs(none, none.new_zeros(0, 2)), dual=True, tolerance=1e-6).x
+    tensor([[0.6000, 1.0000]], dtype=torch.float64)
+    """
+    design, shift = DeflatedDesign(system.design, leading.vectors), system.shift
+    passes = Passes.over(design)
+    step = passes.step(shift, generator, dual=dual)
+    sizes = residual_sizes(shift**0.5 * system.zeta, system.rhs, tolerance).clamp_min(TINY)
+    apply = lambda v: gram_product(system.design, v) + shift * v
+    z, residual, noise, left = torch.zeros_like(system.rhs), system.rhs, system.eps, epochs
+    last, image = torch.zeros_like(z), torch.zeros_like(z)
+    while True:
+        first, taken = left == epochs, min(-(-epochs // ROUNDS), left)
+        zeta = design.outside(system.zeta if first else residual / shift**0.5)
+        rest = Perturbed(design, zeta, noise, shift)
+        if dual:
+            move = rest.prior + dual_descent(rest, passes, taken, generator, step)[1]
+        else:
+            start = rest.prior if first else torch.zeros_like(z)
+            move = primal_descent(rest, passes, step, start, objective, taken, generator)
+        move += residual @ leading.vectors.mT / (leading.values + shift) @ leading.vectors
+        # The eigenvectors are approximate, which couples the two parts: the moves are conjugate directions of the
+        # whole system, each as long as lowers its energy most.
+        move -= _ratios(move, image, last, image) * last
+        last, image = move, apply(move)
+        z, left, noise = z + _ratios(move, residual, move, image) * move, left - taken, torch.zeros_like(noise)
+        residual = system.rhs - apply(z)
+        # Along an eigenvector the error is the residual over its eigenvalue: the rounding of float32 products in the
+        # largest ones does no harm.
+        worst = shift**0.5 * leading.power(residual, shift, -0.5).norm(dim=1) / sizes
+        if not left or not bool((worst > tolerance).any()):
+            return Solution(z, worst, (epochs - left) * passes.count, tolerance)
+
+
+def _ratios(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """Return a·b / c·d for every row, (K, 1); zero where c·d is zero."""
+    return ((a * b).sum(1) / (c * d).sum(1).clamp_min(TINY)).unsqueeze(1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from lapwing.linalg.design import gram_product
 from lapwing.linalg.logdet import Logdet
 from lapwing.linalg.operators import Solution
 from lapwing.linalg.ridge import Ridge
-from lapwing.linalg.stochastic import OBJECTIVES, sdd, sgd
+from lapwing.linalg.stochastic import OBJECTIVES, descend_in_rounds
 from lapwing.methods.protocol import Budget, Conformance, Cost, Offer, Work, Workload
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.priors.bound import BoundPrior
@@ -51,8 +51,9 @@ class Sampled:
     Args:
         num_samples: The number of samples.
         solver: "krylov" builds one block Krylov basis that serves every prior precision and noise; a prior by groups is
-            solved by block conjugate gradients. "cg" uses conjugate gradients for every prior. "sgd" and "sdd" are
-            stochastic, and take only priors with one number for all weights.
+            solved by block conjugate gradients. "cg" uses conjugate gradients for every prior. "sgd" and "sdd" solve
+            for the leading eigenvectors directly and descend stochastically in all other directions; they take only
+            priors with one number for all weights.
         tolerance: The error that a sample may have, in standard deviations, averaged over all directions (bounded by
             the residual). A sample that does not reach it raises ``NumericalError``.
         width: The largest number of rows that the basis starts from, and by which it grows.
@@ -61,7 +62,7 @@ class Sampled:
         curvature: "ggn" only.
         objective: For "sgd": "reduced" has the noise in the regulariser, "classic" in the data.
         batch: For "sgd" and "sdd": the number of data in a step.
-        epochs: For "sgd" and "sdd": the number of passes over the data, for every precision.
+        epochs: For "sgd" and "sdd": the largest number of passes over the data, for every precision.
         memory: The bytes that a fit and its solves may take, besides what a pass of the network holds for one chunk of
             data. Memory that the samples do not need is used to keep factors between products, and for a larger basis.
             None stands for half of ``lw.memory.budget()`` for factors, and for 4 GiB, or as much as that if it is
@@ -248,11 +249,14 @@ class RidgeSolver:
                 "same. Fit again."
             )
         generator = torch.Generator().manual_seed(self.ridge.seed)
-        solve = partial(sgd, objective=settings.objective) if settings.solver == "sgd" else sdd
-        descend = partial(solve, epochs=settings.epochs, generator=generator, tolerance=settings.tolerance)
+        descend = partial(
+            descend_in_rounds, dual=settings.solver == "sdd", objective=settings.objective, epochs=settings.epochs,
+            generator=generator, tolerance=settings.tolerance,
+        )  # fmt: skip
         return self.ridge.descended(float(prior.values), phi, descend).require_convergence(
             f"Sampled(solver={settings.solver!r})",
-            "Raise epochs=... or tolerance=..., take a larger batch=..., raise the prior precision, or use 'krylov'.",
+            "Raise epochs=... or tolerance=..., take a larger batch=..., raise the prior precision"
+            f"{self.ridge.float64_hint}, or use 'krylov'.",
         )
 
     def logdet(self, problem: Problem) -> Logdet:

@@ -96,7 +96,8 @@ def test_another_precision_moves_the_same_samples(solver: str) -> None:
 
 
 @pytest.mark.parametrize("solver", ["sgd", "sdd"])
-def test_a_residual_above_the_tolerance_is_an_error(solver: str) -> None:
+def test_a_residual_above_the_tolerance_is_an_error(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapwing.linalg.ridge.LEADING", 1)
     posterior = fitted(Sampled(num_samples=3, solver=solver, epochs=2, tolerance=1e-9, batch=4), lw.isotropic(3.0))
     with pytest.raises(NumericalError, match=rf"Sampled\(solver='{solver}'\) stopped after 6 .* Raise epochs="):
         _ = posterior.posterior.samples
@@ -160,3 +161,59 @@ def test_streamed_parts_will_do(solver: str, monkeypatch: pytest.MonkeyPatch) ->
     posterior = fitted(method, lw.isotropic(3.0)).posterior
     assert posterior.solver.ridge.design.streamed
     assert float((posterior.samples - expected).norm()) < 0.2 * float(expected.norm())
+
+
+@pytest.fixture(scope="module", params=[torch.float32, D], ids=str)
+def trained(request: Any) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A trained network of 31 weights and 60 rows, whose curvature is 1e5 times the prior precision and more."""
+    torch.manual_seed(0)
+    x = torch.linspace(-2, 2, 60, dtype=request.param)[:, None]
+    y = (2 * x).sin() + 0.1 * torch.randn(60, 1, dtype=request.param)
+    net = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1)).to(request.param)
+    optimiser = torch.optim.LBFGS(net.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimiser.zero_grad()
+        value = nn.functional.mse_loss(net(x), y) + 1e-4 * sum(p.square().sum() for p in net.parameters())
+        value.backward()
+        return value
+
+    optimiser.step(loss)
+    return net.eval(), x, y
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+@pytest.mark.parametrize("solver", ["sgd", "sdd"])
+def test_default_settings_converge(
+    solver: str, task: str, trained: tuple[nn.Module, torch.Tensor, torch.Tensor]
+) -> None:
+    """Learned and weak priors; the samples are those of a solve to full precision, within their stated error."""
+    net, x, y = trained
+    if task == "classification":
+        net, y = nn.Sequential(net, nn.Linear(1, 3).to(x)).eval(), (3 * x[:, 0].sigmoid()).long()
+    learned = lw.fit(net, [(x, y)], task, method=Sampled(solver=solver))
+    assert bool(learned.functions(x).variance.isfinite().all())
+    for precision in (1e-2, 1.0):
+        one = lw.fit(net, [(x, y)], task, method=Sampled(solver=solver), prior=precision).posterior
+        assert one.solution.converged
+        if x.dtype != D:  # a reference to full precision needs float64
+            continue
+        other = lw.fit(net, [(x, y)], task, method=Sampled(tolerance=1e-4), prior=precision).posterior
+        gap = one.samples - other.samples
+        product = other.solver.ridge.product(gap) / float(one.problem.likelihood.dispersion) + precision * gap
+        sizes = one.solver.ridge.prior.norm(dim=1)
+        assert bool(((gap * product).sum(1).sqrt() < 0.011 * sizes).all())  # eᵀ Λ e ≤ (tolerance |ζ|)²
+
+
+def test_variances_by_descent_are_those_of_the_exact_posterior(generator: torch.Generator) -> None:
+    """Within the error of 256 draws, for a network with more weights than are solved for directly."""
+    x = torch.randn(100, 3, dtype=D, generator=generator)
+    y = torch.stack([x[:, 0].sin(), x[:, 1] * x[:, 2]], 1)
+    net = nn.Sequential(nn.Linear(3, 60), nn.Tanh(), nn.Linear(60, 2)).double().eval()
+    methods = lw.Full(), Sampled(num_samples=256, solver="sgd"), Sampled(num_samples=256, solver="sdd")
+    likelihood, prior = lw.Gaussian(noise_std=0.1), lw.isotropic(0.1)
+    exact, *others = (
+        lw.fit(net, [(x, y)], likelihood, method=method, prior=prior).functions(x).variance for method in methods
+    )
+    for variance in others:
+        assert float(((variance / exact - 1) / (2 / 256) ** 0.5).square().mean().sqrt()) < 1.5
