@@ -1,4 +1,4 @@
-"""Do the guarantees of decisions hold, and what do they cost? Simulations on rows that nothing was fitted to."""
+"""Do the guarantees of decisions hold, what do they cost, and which score finds strange inputs? Simulations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from experiments.decision_tasks import CLASSES, Simulated, simulated
+from experiments.detection import detected, posteriors, prepared
 from experiments.engine.contract import Record
 from experiments.options import Progress
 from lapwing.decisions.abstaining import tested
@@ -29,17 +30,19 @@ class Decisions:
     A unit is one data set with one seed, such as "guarantees/kin8nm/0". The predictive is computed once for a pool of
     rows that neither the network nor the posterior has seen. Coverage and false alarms: the pool is split into
     ``calibration`` rows and all others, ``draws`` times. Risks: the pool is the distribution, from which calibration
-    rows are drawn with replacement, so that the true risk of a rule is known.
+    rows are drawn with replacement, so that the true risk of a rule is known. The units of ``detection``, such as
+    "detection/digits/0", compare the scores of ``ood`` on strange inputs.
     """
 
     name: ClassVar[str] = "decisions"
     title: ClassVar[str] = "guarantees of conformal sets, abstaining and false alarms, by simulation"
-    choosing: ClassVar[tuple[str, ...]] = ("sets", "seeds")
+    choosing: ClassVar[tuple[str, ...]] = ("sets", "detection", "seeds")
     data_dir: Path | None = None
     sets: tuple[str, ...] = (
         "digits", "cancer", "mnist", "fashion_mnist", "waves, noise", "diabetes", *WIDE,
         *(f"{name}, noise" for name in WIDE), "energy, thin", "kin8nm, thin", "power, thin",
     )  # fmt: skip
+    detection: tuple[str, ...] = ()
     seeds: int = 2
     draws: int = 1000
     calibration: int = 500  # rows, or half of the pool
@@ -70,11 +73,16 @@ class Decisions:
 
     def units(self) -> tuple[str, ...]:
         """Return the keys, one seed of all data sets after another."""
-        return tuple(f"guarantees/{name}/{seed}" for seed in range(self.seeds) for name in self.sets)
+        kinds = {"guarantees": self.sets, "detection": self.detection}
+        return tuple(
+            f"{kind}/{name}/{seed}" for seed in range(self.seeds) for kind, names in kinds.items() for name in names
+        )
 
     def measure(self, unit: str, progress: Progress) -> Iterable[Record]:
-        """Train a network and simulate all decisions on one data set."""
-        _, name, seed = unit.split("/")
+        """Train a network; simulate all decisions on one data set, or compare the scores of strange inputs."""
+        kind, name, seed = unit.split("/")
+        if kind == "detection":
+            return list(_detection(name, self.seed + int(seed)))
         task = simulated(name, self.data_dir, self.rows, self.recipe, self.seed + int(seed))
         return [
             Record(name, method, int(seed), scores)
@@ -151,3 +159,11 @@ class Decisions:
                 rates.append((scores[order[count:]] > detector.threshold).double().mean())
             alarms = torch.stack(rates)
             yield f"ood, {by}", {"false alarms": float(alarms.mean()), "error": float(alarms.std() / self.draws**0.5)}
+
+
+def _detection(name: str, seed: int) -> Iterator[Record]:
+    """Yield how well every score finds every kind of strange inputs, for each posterior of one network."""
+    task = prepared(name, seed)
+    for fitted, posterior in posteriors(task):
+        for kind, by, scores in detected(task, posterior):
+            yield Record(f"{name}: {kind}", f"{fitted}, {by}", seed, scores)

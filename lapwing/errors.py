@@ -121,7 +121,9 @@ class ProcessError(LapwingError, RuntimeError):
 
 
 class CalibrationWarning(UserWarning):
-    """A posterior that predicts worse than the plain network; the message names the remedy.
+    """A posterior whose predictions cannot be right as they are; the message names the remedy.
+
+    It predicts worse than the plain network, or targets are in other units than those that it was fitted to.
 
     >>> import warnings
     >>> warnings.simplefilter("error", CalibrationWarning)  # make it an error, for scripts that must not go on

@@ -15,6 +15,7 @@ from lapwing.core.inputs import Inputs
 from lapwing.core.settings import PROBABILITY, integer, one_of
 from lapwing.decisions.collecting import Labelled, input_batches
 from lapwing.decisions.groups import Members, Numbers, group_numbers, grouped_rows
+from lapwing.decisions.units import warn_of_units
 from lapwing.errors import DataError, UnsupportedError
 
 
@@ -237,9 +238,12 @@ def conformal_of(
             probs = predictive.class_probs
             each = class_scores(chosen, probs, row_shares(probs, seed)).double()
             return each.gather(1, safe_labels(batch, each))
-        y = batch.targets.to(predictive.mean).reshape(predictive.mean.shape)
-        return ((y - predictive.mean).abs() / number_scale(chosen, predictive)).double()
+        mean = predictive.mean
+        error = batch.targets.to(mean).reshape(mean.shape) - mean
+        residuals.append(torch.stack([mean, error]).double().cpu())
+        return (error.abs() / number_scale(chosen, predictive)).double()
 
+    residuals: list[Tensor] = []
     rows, numbers, scoring = grouped_rows(
         posterior, calibration, number, groups, target_key=target_key, progress=progress
     )
@@ -250,6 +254,8 @@ def conformal_of(
     quantiles = {group: conformal_quantile(part, level, group) for group, part in parts.items()}
     if chosen in ("adaptive", "threshold"):
         return ConformalSets(posterior, level, chosen, quantiles, len(rows), groups, seed)
+    mean, error = torch.cat(residuals, 1)
+    warn_of_units(posterior, mean, error, "calibration")
     return ConformalIntervals(posterior, level, chosen, quantiles, len(rows), groups)
 
 

@@ -78,9 +78,12 @@ class Decides(Protocol):
         Differences are paired: both predict the same resampled inputs. Inputs are drawn again as a whole, with all of
         their tokens or pixels, so that these need not be independent. Intervals are percentiles of the resampled
         scores; those of calibration errors, which are larger for data that repeat, are moved by this bias. A verdict is
-        "better" or "worse" only if the interval of the difference is on one side of zero.
+        "better" or "worse" only if the interval of the difference is on one side of zero, and the difference is above a
+        thousandth of the scores, or of one nat for the ``nll`` of numbers.
 
-        Classes and labels: ``nll``, ``accuracy``, ``brier``, ``ece``, ``adaptive_ece``, ``aurc``. Numbers: ``nll``,
+        Classes and labels: ``nll``, ``accuracy``, ``brier``, ``ece``, ``classwise_ece`` (of several labels, or of up to
+        100 classes), ``adaptive_ece``, ``aurc``. Calibration errors of binary labels are those of the probability of
+        one. ``classes`` has the mean probability of each class or label beside its frequency. Numbers: ``nll``,
         ``rmse``, ``mae``, ``crps``, ``coverage`` and ``width`` of central intervals, ``cqm`` (not for counts), and
         ``aurc`` of squared errors. See ``lw.metrics``. The ``nll`` is that of all outputs of an input together.
 
@@ -101,6 +104,9 @@ class Decides(Protocol):
             ModelError: If the model's weights have changed since the fit.
             DataError: If data are empty, not finite or do not fit the likelihood.
 
+        Warns:
+            CalibrationWarning: If targets seem to be in other units than those of the training data.
+
         Cost: the predictions, one forward pass, and ``resamples`` sums over the data.
 
         >>> import lapwing as lw
@@ -108,7 +114,7 @@ class Decides(Protocol):
         >>> data = [(x, (x[:, 0] > 0.1).long())]
         >>> evaluation = lw.fit(torch.nn.Linear(1, 2), data, "classification").evaluate(data)
         >>> [row.name for row in evaluation.rows]
-        ['nll', 'accuracy', 'brier', 'ece', 'adaptive_ece', 'aurc']
+        ['nll', 'accuracy', 'brier', 'ece', 'classwise_ece', 'adaptive_ece', 'aurc']
         """
         return evaluation_of(
             self, data, level=level, confidence=confidence, resamples=resamples, target_key=target_key,
@@ -256,8 +262,10 @@ class Decides(Protocol):
         Args:
             calibration: Data as for ``fit``, or inputs alone, that are like the training data and were not used
                 before. Targets are not used.
-            by: The score: "entropy" of the predictive (the default for labels), "mutual_information" of targets and
-                outputs, or "variance" of the outputs, summed over them (the default for numbers).
+            by: The score: "base_information" (the default for labels), the mutual information of targets and outputs
+                under ``posterior.base``, which a mixture varies; "mutual_information", the same under all of the
+                posterior; "variance" of the outputs, summed over them (the default for numbers); or "entropy" of the
+                predictive (the default for a plain network, which has no error bars).
             rate: The largest probability of a false alarm.
             target_key: The key of the target in batches that are mappings, as for ``fit``.
             progress: Whether to show a progress bar; None shows one on a terminal.
@@ -267,9 +275,9 @@ class Decides(Protocol):
 
         Raises:
             DataError: If there are too few calibration data for the rate; the message says how many it takes.
-            UnsupportedError: If outputs are for tokens or pixels.
+            UnsupportedError: If outputs are for tokens or pixels, or all scores are equal for want of error bars.
 
-        Cost: the predictions at the calibration data.
+        Cost: the predictions at the calibration data; with "mutual_information" some tens of these for a mixture.
 
         >>> import lapwing as lw
         >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.decisions.scored import Bootstrap, plain_of, scored
+from lapwing.decisions.scored import Bootstrap, ClassTotals, Scored, plain_of, scored
 from lapwing.decisions.tables import aligned, interval_text, write_json
+from lapwing.decisions.units import warn_of_units
 from lapwing.errors import DataError
 from lapwing.metrics.classification import Calibration, calibration
 from lapwing.metrics.resampling import ScoreInterval
@@ -20,6 +21,21 @@ from lapwing.metrics.selection import RiskCoverage, risk_coverage
 from lapwing.predictives.scoring import LEVELS
 
 PLAIN = "plain network"
+RELATIVE = 1e-3  # a difference below a thousandth of the scores is none, however well it is known
+SHOWN = 5  # classes that are printed if there are more than ``FEW``: those that are farthest off
+FEW = 10
+KEPT = 100  # classes that an evaluation holds
+
+
+def matters(difference: ScoreInterval, size: float, inputs: int | None = None) -> bool:
+    """Return whether a difference of scores counts: beyond its interval, and a thousandth of their size.
+
+    For one input it does not: its interval has no width.
+
+    >>> matters(ScoreInterval(-1.2e-8, -1.3e-8, -1.1e-8, 1e-9), 0.3), matters(ScoreInterval(0.1, -0.1, 0.3, 0.1), 0.3)
+    (False, False)
+    """
+    return not difference.low <= 0 <= difference.high and abs(difference.value) > RELATIVE * size and inputs != 1
 
 
 @dataclass(frozen=True)
@@ -39,19 +55,44 @@ class Compared:
     target: float | None = None  # the best value, where it is neither the lowest nor the highest
     gain: ScoreInterval | None = None  # how much farther from the target the posterior is; None without a target
     inputs: int | None = None  # with a target that counts; None if that is not known
+    unit: float | None = None  # what differences are compared with; None for the scores themselves
 
     @property
     def verdict(self) -> str:
         """Return "better", "worse" or "undecided", or nothing where no direction is better.
 
-        It is undecided if the interval of the difference holds zero, and for one input, whose interval has no width.
+        It is undecided if the interval of the difference holds zero, if the difference is below a thousandth of the
+        scores, and for one input, whose interval has no width. A log-density has no size of its own, since it moves
+        with the unit of the targets: the ``nll`` of numbers is compared with one nat.
         """
         judged = self.difference if self.gain is None else self.gain
         if not self.better and self.gain is None:
             return ""
-        if judged.low <= 0 <= judged.high or self.inputs == 1:
+        size = max(abs(self.posterior.value), abs(self.plain.value)) if self.unit is None else self.unit
+        if not matters(judged, size, self.inputs):
             return "undecided"
         return "better" if (judged.high < 0) == (self.better != "higher") else "worse"
+
+
+@dataclass(frozen=True)
+class ClassFrequency:
+    """Mean predicted probability of one class, or binary label, beside how often it was seen.
+
+    ``gap`` is the probability under the posterior less the frequency; the intervals of all classes hold together.
+    """
+
+    number: int
+    frequency: float
+    probability: float
+    plain: float  # the mean probability under the plain network
+    gap: ScoreInterval
+
+    @property
+    def verdict(self) -> str:
+        """Return "too high" or "too low" where the gap is larger than chance explains, or nothing."""
+        if not matters(self.gap, max(self.probability, self.frequency)):
+            return ""
+        return "too high" if self.gap.value > 0 else "too low"
 
 
 @dataclass(frozen=True)
@@ -70,6 +111,9 @@ class Evaluation:
         confidence: The probability of the bootstrap intervals.
         seconds: The time of the predictions.
         plain_seconds: The time of the forward passes of the plain network.
+        classes: Mean probability and frequency of every class or label; of many classes, those that are farthest off.
+        findings: Remarks on the data, such as targets in other units.
+        class_count: The number of classes, or labels.
     """
 
     task: str
@@ -83,6 +127,9 @@ class Evaluation:
     columns: tuple[str, ...] = field(default=(), repr=False)
     posterior_numbers: Tensor | None = field(default=None, repr=False, compare=False)  # (data, columns)
     plain_numbers: Tensor | None = field(default=None, repr=False, compare=False)
+    classes: tuple[ClassFrequency, ...] = field(default=(), repr=False)
+    findings: tuple[str, ...] = ()
+    class_count: int = 0
 
     def __getitem__(self, name: str) -> Compared:
         """Return the row of a score."""
@@ -98,11 +145,33 @@ class Evaluation:
             cells = (interval_text(each) for each in (row.posterior, row.plain, row.difference))
             name = f"{row.name} ({100 * row.target:g} %)" if row.target is not None else row.name
             table.append((name, *cells, row.verdict))
-        return "\n".join([title, *aligned(table)])
+        return "\n".join([title, *aligned(table), *self._frequencies(), *(f"Note: {each}" for each in self.findings)])
+
+    @property
+    def shown_classes(self) -> tuple[ClassFrequency, ...]:
+        """The classes that are printed: all if they are few, otherwise those whose mean is farthest off."""
+        return self.classes if self.class_count <= FEW else farthest(self.classes, SHOWN)
+
+    def _frequencies(self) -> list[str]:
+        """Return lines that compare mean probabilities with frequencies."""
+        if not self.classes:
+            return []
+        name = "class" if self.task == "classes" else "label"
+        table: list[tuple[str, ...]] = [(name, "frequency", "posterior", PLAIN, "posterior - frequency", "")]
+        for row in self.shown_classes:
+            number = "one" if self.class_count == 1 else str(row.number)
+            numbers = (f"{value:.4g}" for value in (row.frequency, row.probability, row.plain))
+            table.append((number, *numbers, interval_text(row.gap), row.verdict))
+        some = "" if len(table) > self.class_count else f", the {SHOWN} farthest off of {self.class_count:,}"
+        return [f"mean probability and frequency{some}", *aligned(table)]
 
     @cached_property
     def reliability(self) -> dict[str, Calibration]:
-        """Confidence and accuracy in bins, by "posterior" and "plain network"; for numbers, levels and coverages."""
+        """What was stated and what came true in bins, by "posterior" and "plain network".
+
+        Of classes confidence and accuracy, of binary labels the probability and the frequency of one, and of numbers
+        levels and coverages.
+        """
         return {name: self._binned(numbers) for name, numbers in self._each()}
 
     @cached_property
@@ -123,6 +192,8 @@ class Evaluation:
         return numbers[:, self.columns.index(name)]
 
     def _binned(self, numbers: Tensor) -> Calibration:
+        if "probability" in self.columns:
+            return calibration(self._column(numbers, "probability"), self._column(numbers, "label"))
         if "confidence" in self.columns:
             return calibration(self._column(numbers, "confidence"), self._column(numbers, "correct"))
         levels = torch.tensor(LEVELS, dtype=torch.float64)
@@ -137,12 +208,17 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """Return all scores as plain values, which JSON holds."""
         rows = {
-            row.name: {**{k: v for k, v in asdict(row).items() if k not in ("name", "inputs")}, "verdict": row.verdict}
+            row.name: {
+                **{k: v for k, v in asdict(row).items() if k not in ("name", "inputs", "unit")},
+                "verdict": row.verdict,
+            }
             for row in self.rows
         }
         facts = {"task": self.task, "inputs": self.inputs, "data": self.data, "level": self.level}
         times = {"seconds": self.seconds, "plain_seconds": self.plain_seconds}
-        return {**facts, "confidence": self.confidence, **times, "scores": rows}
+        classes = [{**asdict(row), "verdict": row.verdict} for row in self.classes]
+        more = {"classes": classes, "class_count": self.class_count, "findings": list(self.findings)}
+        return {**facts, "confidence": self.confidence, **times, "scores": rows, **more}
 
     def json(self, path: str | Path) -> None:
         """Write ``to_json`` to a file."""
@@ -178,7 +254,46 @@ def evaluation_of(
     return Evaluation(
         own.scoring.task, own.data.inputs, len(own.data.values), compared(bootstrapped, "posterior", PLAIN),
         level, confidence, own.seconds, base.seconds, own.scoring.columns, own.data.values, base.data.values,
+        frequencies(own.classes, base.classes, confidence), remarks(posterior, own),
+        0 if own.classes is None else len(own.classes.data),
     )  # fmt: skip
+
+
+def remarks(posterior: Any, scored: Scored) -> tuple[str, ...]:
+    """Warn if targets seem to be in other units than the predictions, and return the sentence, if there is one."""
+    columns = scored.scoring.columns
+    if "mean" not in columns:
+        return ()
+    rows = scored.data.values.unflatten(0, (-1, posterior.network.output_shape[-1]))
+    return warn_of_units(posterior, rows[..., columns.index("mean")], rows[..., columns.index("error")], "data", 6)
+
+
+def frequencies(
+    own: ClassTotals | None, plain: ClassTotals | None, confidence: float
+) -> tuple[ClassFrequency, ...]:  # fmt: skip
+    """Return mean probability and frequency of every class; of many, those that are farthest off."""
+    if own is None or plain is None:
+        return ()
+    known = own.data > 0
+    tail = torch.tensor(0.5 - 0.5 * confidence, dtype=torch.float64) / max(1, int(known.sum()))
+    half = -torch.special.ndtri(tail) * own.error + 0.5 / own.data.clamp_min(1)  # counts are whole: half a datum more
+    of = lambda total, data: (total / data.clamp_min(1)).tolist()
+    columns = (
+        of(own.seen, own.data), of(own.probability, own.data), of(plain.probability, plain.data), own.gap.tolist(),
+        half.tolist(), own.error.tolist(), known.tolist(),
+    )  # fmt: skip
+    rows = [
+        ClassFrequency(i, frequency, own_mean, plain_mean, ScoreInterval(gap, gap - width, gap + width, error))
+        for i, (frequency, own_mean, plain_mean, gap, width, error, counts) in enumerate(zip(*columns, strict=True))
+        if counts
+    ]
+    return tuple(sorted(farthest(rows, KEPT), key=lambda row: row.number))
+
+
+def farthest(rows: Iterable[ClassFrequency], most: int) -> tuple[ClassFrequency, ...]:
+    """Return the classes whose mean probability is farthest from the frequency, beyond chance, the worst first."""
+    half = lambda row: max(row.gap.high - row.gap.value, 1e-300)
+    return tuple(sorted(rows, key=lambda row: abs(row.gap.value) / half(row), reverse=True)[:most])
 
 
 def compared(bootstrapped: Bootstrap, name: str, other: str) -> tuple[Compared, ...]:
@@ -196,7 +311,7 @@ def compared(bootstrapped: Bootstrap, name: str, other: str) -> tuple[Compared, 
         rows.append(
             Compared(
                 score.name, own[score.name], base[score.name], difference, score.better, score.target, gain,
-                bootstrapped.inputs,
+                bootstrapped.inputs, score.unit,
             )
         )  # fmt: skip
     return tuple(rows)

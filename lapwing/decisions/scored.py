@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lapwing.decisions.collecting import batches_of, labelled
 from lapwing.errors import DataError
 from lapwing.metrics.resampling import ScoreInterval, resampled_weights
 from lapwing.posteriors.point import PointPosterior
-from lapwing.predictives.scoring import Numbers, Score, Scoring
+from lapwing.predictives.scoring import ClassSums, Numbers, Score, Scoring
 
 
 def plain_of(posterior: Any) -> PointPosterior:
@@ -31,12 +31,64 @@ def plain_of(posterior: Any) -> PointPosterior:
 
 
 @dataclass(frozen=True, eq=False)
+class ClassTotals:
+    """Totals of ``ClassSums`` over all inputs, with what the error of their mean needs; (C,) each.
+
+    Args:
+        probability: Sum of the predicted probabilities.
+        seen: How often each class was the target.
+        data: The number of data.
+        variance: The variance of ``seen`` if data are independent and have these probabilities.
+        squares: Σ g² over inputs, where g is ``seen`` less ``probability`` in one input.
+        products: Σ g n over inputs, where n is the number of data in one input.
+        counts: Σ n² over inputs.
+    """
+
+    probability: Tensor
+    seen: Tensor
+    data: Tensor
+    variance: Tensor
+    squares: Tensor
+    products: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, sums: ClassSums) -> ClassTotals:
+        """Return the totals of one batch."""
+        gap, data = sums.seen - sums.probability, sums.data.expand(sums.seen.shape)
+        parts = (
+            sums.probability, sums.seen, data, sums.variance, gap.square(), gap * data, data.square(),
+        )  # fmt: skip
+        return cls(*(part.sum(0).cpu() for part in parts))
+
+    def __add__(self, other: ClassTotals) -> ClassTotals:
+        return ClassTotals(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    @property
+    def gap(self) -> Tensor:
+        """Mean probability less frequency of each class; zero without data."""
+        return (self.probability - self.seen) / self.data.clamp_min(1)
+
+    @property
+    def error(self) -> Tensor:
+        """The standard error of ``gap`` for a calibrated predictor, (C,).
+
+        The larger of that from the stated probabilities, which holds for a class that was never seen too, and that from
+        the inputs, which holds where the data of an input depend on each other.
+        """
+        count, gap = self.data.clamp_min(1), -self.gap
+        between = (self.squares - 2 * gap * self.products + gap.square() * self.counts).clamp_min(0)
+        return torch.maximum(self.variance, between).sqrt() / count
+
+
+@dataclass(frozen=True, eq=False)
 class Scored:
     """The numbers of all data under one posterior, and how long its predictions took."""
 
     scoring: Scoring
     data: Numbers
     seconds: float
+    classes: ClassTotals | None = None  # of labels
 
 
 def scored(
@@ -72,6 +124,9 @@ class _Gathered:
         self._owners: list[Tensor] = []
         self._inputs, self._seconds = 0, 0.0
         self._scoring: Scoring | None = None
+        self._classes: ClassTotals | None = None
+        self._gaps: list[Tensor] = []
+        self._data: list[Tensor] = []
 
     def add(self, fitted: Any, predicts: Any, batch: Batch, level: float) -> None:
         each = labelled(fitted, batch, "data")
@@ -85,6 +140,13 @@ class _Gathered:
         self._values.append(numbers[known])
         self._owners.append(owner[known])
         self._inputs += len(numbers)
+        sums = self._scoring.by_class(predictive, each.targets, each.known)
+        if sums is not None:
+            totals = ClassTotals.of(sums)
+            self._classes = totals if self._classes is None else self._classes + totals
+            if sums.gaps is not None:
+                self._gaps.append(sums.gaps.cpu())
+                self._data.append(sums.data.cpu())
 
     def value(self, name: str) -> Scored:
         values = torch.cat(self._values)
@@ -96,7 +158,9 @@ class _Gathered:
                 "is not finite; expected finite ones. Check the targets, and the network for overflow."
             )
         assert self._scoring is not None
-        return Scored(self._scoring, Numbers(values, torch.cat(self._owners), self._inputs), self._seconds)
+        classwise = (torch.cat(self._gaps), torch.cat(self._data)) if self._gaps else ()
+        numbers = Numbers(values, torch.cat(self._owners), self._inputs, *classwise)
+        return Scored(self._scoring, numbers, self._seconds, self._classes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 from lapwing.core.settings import Rule
 from lapwing.core.state import State
 from lapwing.decisions.decides import Decides
-from lapwing.decisions.evaluation import PLAIN
+from lapwing.decisions.evaluation import PLAIN, matters, remarks
 from lapwing.decisions.scored import Bootstrap, plain_of, scored
 from lapwing.decisions.tables import aligned, interval_text, write_json
 from lapwing.errors import DataError, UnsupportedError
@@ -36,6 +36,7 @@ class Evaluated:
     seconds: float  # of the predictions
     weights: int  # that are uncertain; zero for the plain network
     stored: int | None  # bytes of what the posterior stores; None if it has no file form, or writing one is long
+    verdict: str = ""  # "worse" than the best, or "undecided"; nothing for the best itself
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Evaluations:
     data: int
     level: float
     confidence: float
+    findings: tuple[str, ...] = ()  # remarks on the data, such as targets in other units
 
     @property
     def best(self) -> str:
@@ -67,13 +69,14 @@ class Evaluations:
     def __str__(self) -> str:
         title = f"{self.inputs:,} inputs, {self.data:,} targets ({self.task}); {100 * self.confidence:g} % intervals"
         others = [name for name in self.rows[0].scores if name != "nll"]
-        table = [("name", "nll", "behind the best", *others, "seconds", "weights", "stored")]
+        table = [("name", "nll", "behind the best", "", *others, "seconds", "weights", "stored")]
         for row in self.rows:
             scores = [f"{row.scores[name].value:.4g}" for name in others]
             stored = "" if row.stored is None else f"{row.stored / 1e6:.3g} MB"
             costs = (f"{row.seconds:.3g}", f"{row.weights:,}", stored)
-            table.append((row.name, interval_text(row.scores["nll"]), interval_text(row.behind), *scores, *costs))
-        return "\n".join([title, *aligned(table)])
+            behind = (interval_text(row.behind), row.verdict)
+            table.append((row.name, interval_text(row.scores["nll"]), *behind, *scores, *costs))
+        return "\n".join([title, *aligned(table), *(f"Note: {finding}" for finding in self.findings)])
 
     def to_json(self) -> dict[str, Any]:
         """Return all rows as plain values, which JSON holds."""
@@ -112,7 +115,8 @@ def evaluate(
 ) -> Evaluations:
     """Rank several posteriors by their NLL on held-out data, with all other scores, costs and the plain network.
 
-    All predict the same rows in one pass, so that differences are paired. ``lw.compare`` ranks by the evidence, without
+    All predict the same rows in one pass, so that differences are paired; one that counts, by the rule of
+    ``posterior.evaluate``, is "worse" than the best. ``lw.compare`` ranks by the evidence, without
     held-out data. The plain network is added once for each model, unless one of the posteriors is that: as "plain
     network", or "plain network of" the first posterior of its model if there are several models.
 
@@ -154,17 +158,27 @@ def evaluate(
         raise DataError(f"the posteriors predict different things: {tasks}; expected one task for all.")
     bootstrapped = Bootstrap.of(found, level, confidence, resamples, generator)
     order = sorted(found, key=lambda name: float(bootstrapped.score(name, 0)[0]))
-    best, drawn = bootstrapped.score(order[0], 0)
     rows = tuple(
         Evaluated(
-            name, bootstrapped.intervals(name),
-            bootstrapped.interval(bootstrapped.score(name, 0)[0] - best, bootstrapped.score(name, 0)[1] - drawn),
-            found[name].seconds, *_costs(None if name in plain else posteriors[name]),
+            name, bootstrapped.intervals(name), behind, found[name].seconds,
+            *_costs(None if name in plain else posteriors[name]), verdict,
         )
-        for name in order
+        for name, (behind, verdict) in ((name, _behind(bootstrapped, name, order[0])) for name in order)
     )  # fmt: skip
     one = found[order[0]]
-    return Evaluations(rows, one.scoring.task, one.data.inputs, len(one.data.values), level, confidence)
+    findings = tuple(dict.fromkeys(each for name, (fitted, _) in compared.items()
+                                   for each in remarks(fitted, found[name])))  # fmt: skip
+    return Evaluations(rows, one.scoring.task, one.data.inputs, len(one.data.values), level, confidence, findings)
+
+
+def _behind(bootstrapped: Bootstrap, name: str, best: str) -> tuple[ScoreInterval, str]:
+    """Return the NLL of a posterior less that of the best, and whether it is worse, by the rule of ``evaluate``."""
+    (own, drawn), (least, least_drawn) = (bootstrapped.score(each, 0) for each in (name, best))
+    behind = bootstrapped.interval(own - least, drawn - least_drawn)
+    unit = bootstrapped.scores[name][0].unit
+    size = max(abs(float(own)), abs(float(least))) if unit is None else unit
+    worse = "worse" if matters(behind, size, bootstrapped.inputs) else "undecided"
+    return behind, "" if name == best else worse
 
 
 def _plain_networks(posteriors: Mapping[str, Decides]) -> dict[str, tuple[Any, Any]]:

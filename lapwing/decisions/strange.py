@@ -13,9 +13,10 @@ from torch import Tensor
 from lapwing.core.inputs import Inputs
 from lapwing.core.settings import PROBABILITY, one_of
 from lapwing.decisions.collecting import input_batches, one_or_loader, refuse_tokens
-from lapwing.errors import DataError
+from lapwing.errors import DataError, UnsupportedError
 
-SCORES = ("entropy", "mutual_information", "variance")
+SCORES = ("entropy", "mutual_information", "variance")  # under the whole posterior
+BASE = "base_information"  # the mutual information under the posterior that a mixture varies
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +64,33 @@ def detector_of(
 ) -> Detector:  # fmt: skip
     """Return a detector; see ``Decides.ood``."""
     PROBABILITY.check("rate", rate)
-    by = ("entropy" if posterior.likelihood.has_logits else "variance") if by is None else by
-    one_of(SCORES).check("by", by)
+    chosen = default_score(posterior) if by is None else by
+    one_of((*SCORES, BASE)).check("by", chosen)
     given = one_or_loader(posterior.network, calibration)
-    scores = scores_of(posterior, given, by, target_key, progress).sort().values
+    scores = scores_of(posterior, given, chosen, target_key, progress).sort().values
     if not flagged_ranks(len(scores), rate):
         raise DataError(
             f"{len(scores)} calibration data; expected at least {fewest(rate)} for "
             f"false alarms at a rate of {rate:g}: with fewer, no input could be flagged. Give more, or a higher rate."
         )
-    return Detector(posterior, by, rate, scores)
+    if bool(scores[0] == scores[-1]) and not posterior.base.has_spread:
+        raise UnsupportedError(
+            f"the posterior has no error bars from its weights, so that {chosen!r} is {float(scores[0]):.3g} for every "
+            "calibration input; expected a posterior that doubts some inputs more than others. Fit one by another "
+            "method than MapOnly()."
+        )
+    return Detector(posterior, chosen, rate, scores)
+
+
+def default_score(posterior: Any) -> str:
+    """Return the score that finds strange inputs best for this kind of posterior, as measured in the documentation.
+
+    A mixture that trusts the plain network is nearly certain everywhere, so that labels take the information of its
+    base. A posterior without spread has nothing but its entropy.
+    """
+    if not posterior.base.has_spread:
+        return "entropy"
+    return BASE if posterior.likelihood.has_logits else "variance"
 
 
 def flagged_ranks(count: int, rate: float) -> int:
@@ -115,6 +133,6 @@ def _scores(posterior: Any, batch: Inputs, by: str) -> Tensor:
     if by == "variance":
         variance: Tensor = posterior.posterior(batch).variance.double().sum(-1)
         return variance.cpu()
-    predictive = posterior.posterior.predict(batch)
+    predictive = (posterior.base if by == BASE else posterior.posterior).predict(batch)
     value: Tensor = predictive.entropy if by == "entropy" else predictive.mutual_information
     return value.double().cpu()

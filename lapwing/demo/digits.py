@@ -13,7 +13,9 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
+import lapwing as lw
 from lapwing import metrics
+from lapwing.decisions.strange import default_score, scores_of
 from lapwing.demo.fits import fits
 from lapwing.demo.result import Result, Row, mean_scores, plain
 from lapwing.demo.training import Recipe, batches, trained
@@ -55,15 +57,15 @@ def run(settings: Digits) -> Result:
             train, held_out, (x, y) = split(settings, noise, seed)
             model = trained(*train, 10, recipe, seed)
             for name, posterior in fits(model, batches(*train, recipe.batch_size), held_out).items():
-                predictive, strange = posterior.predict(x), posterior.predict(shuffled(x, seed))
-                scores.setdefault(name, []).append(_scores(predictive, strange, y))
+                predictive = posterior.predict(x)
+                scores.setdefault(name, []).append(_scores(posterior, predictive, x, y, shuffled(x, seed)))
                 confidence, label = predictive.probs.max(1)
                 for key, column in (("confidence", confidence), ("correct", (label == y).float())):
                     arrays.setdefault(f"{task}/{name}/{key}", []).extend(column.tolist())
         rows += [Row(name, mean_scores(repeats), task) for name, repeats in scores.items()]
     notes = (
         f"means over {settings.repeats} splits; {settings.validation} images for validation, {len(y)} for testing",
-        "AUROC: are images with shuffled pixels predicted with less confidence than digits?",
+        "AUROC: do images with shuffled pixels have a higher score than digits? by the default score of ood",
     )
     seconds = {"total": time.perf_counter() - start}
     return Result("digits", plain(settings), settings.seed, tuple(rows), seconds, arrays, notes)
@@ -86,13 +88,14 @@ def shuffled(x: Tensor, seed: int) -> Tensor:
     return x.gather(1, order)
 
 
-def _scores(predictive: Any, strange: Any, y: Tensor) -> dict[str, float]:
-    """Return the scores of predictions for test images, and for strange ones, which should be less confident."""
+def _scores(posterior: lw.Fitted, predictive: Any, x: Tensor, y: Tensor, strange: Tensor) -> dict[str, float]:
+    """Return the scores of predictions for test images, and whether strange ones are told from these."""
+    by = default_score(posterior)
     return {
         "NLL": -float(predictive.log_prob(y).mean()),
         "ECE": metrics.ece(predictive.probs, y),
         "accuracy": metrics.accuracy(predictive.probs, y),
-        "AUROC": metrics.auroc(-predictive.probs.amax(1), -strange.probs.amax(1)),
+        "AUROC": metrics.auroc(*(scores_of(posterior, each, by, None, False) for each in (x, strange))),
     }
 
 

@@ -1,11 +1,11 @@
 """Scores of predictions, as functions of plain tensors and NumPy arrays: ``lw.metrics``.
 
-Class probabilities: ``categorical_nll``, ``accuracy``, ``brier``, ``ece``, ``adaptive_ece``, ``calibration``. Numbers:
-``normal_nll``, ``rmse``, ``mae``, ``crps``, ``crps_samples``. Intervals and quantiles: ``coverage``,
-``interval_width``, ``picp``, ``mpiw``, ``pit``, ``pit_samples``, ``cqm``. Detection of inputs from outside the training
-distribution: ``auroc``, ``aupr``, ``fpr95``. Abstaining: ``risk_coverage``, ``aurc``. Labels of several inputs
-together: ``joint_log_likelihood``, ``dyadic_log_likelihood``. The uncertainty of any score: ``bootstrap``. Nothing here
-knows a model or a posterior.
+Class probabilities: ``categorical_nll``, ``accuracy``, ``brier``, ``ece``, ``adaptive_ece``, ``classwise_ece``,
+``calibration``. Numbers: ``normal_nll``, ``rmse``, ``mae``, ``crps``, ``crps_samples``. Intervals and quantiles:
+``coverage``, ``interval_width``, ``picp``, ``mpiw``, ``pit``, ``pit_samples``, ``cqm``. Detection of inputs from
+outside the training distribution: ``auroc``, ``aupr``, ``fpr95``. Abstaining: ``risk_coverage``, ``aurc``. Labels of
+several inputs together: ``joint_log_likelihood``, ``dyadic_log_likelihood``. The uncertainty of any score:
+``bootstrap``. Nothing here knows a model or a posterior.
 
 >>> import torch
 >>> rmse(torch.zeros(2), torch.tensor([3.0, 3.0]))
@@ -13,7 +13,15 @@ knows a model or a posterior.
 """
 
 from lapwing.metrics.classification import Calibration as Calibration
-from lapwing.metrics.classification import accuracy, adaptive_ece, brier, calibration, categorical_nll, ece
+from lapwing.metrics.classification import (
+    accuracy,
+    adaptive_ece,
+    brier,
+    calibration,
+    categorical_nll,
+    classwise_ece,
+    ece,
+)
 from lapwing.metrics.detection import aupr, auroc, fpr95
 from lapwing.metrics.intervals import coverage, cqm, interval_width, mpiw, picp, pit, pit_samples
 from lapwing.metrics.joint import dyadic_log_likelihood, joint_log_likelihood
@@ -24,7 +32,7 @@ from lapwing.metrics.selection import RiskCoverage as RiskCoverage
 from lapwing.metrics.selection import aurc, risk_coverage
 
 __all__ = [
-    "categorical_nll", "accuracy", "brier", "ece", "adaptive_ece", "calibration", "normal_nll", "rmse", "mae", "crps",
-    "crps_samples", "coverage", "interval_width", "picp", "mpiw", "pit", "pit_samples", "cqm", "auroc", "aupr", "fpr95",
-    "risk_coverage", "aurc", "joint_log_likelihood", "dyadic_log_likelihood", "bootstrap",
+    "categorical_nll", "accuracy", "brier", "ece", "adaptive_ece", "classwise_ece", "calibration", "normal_nll", "rmse",
+    "mae", "crps", "crps_samples", "coverage", "interval_width", "picp", "mpiw", "pit", "pit_samples", "cqm", "auroc",
+    "aupr", "fpr95", "risk_coverage", "aurc", "joint_log_likelihood", "dyadic_log_likelihood", "bootstrap",
 ]  # fmt: skip

@@ -122,6 +122,29 @@ def labels(probs: Values, y: Values, ignore_index: int) -> tuple[Tensor, Tensor]
     return probs, y
 
 
+def binary_labels(probs: Values, y: Values, ignore_index: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return probabilities of one, labels of zero and one, and whether each counts, (B, L) in float64 each.
+
+    None where these are classes: where y has no entry for each probability. Probabilities are (B,) or (B, L) of L
+    labels; one label may be (B, 1) with y (B,).
+    """
+    INTEGER.check("ignore_index", ignore_index)
+    probs, y = numbers("probs", probs), numbers("y", y)
+    if not probs.numel() or probs.shape not in (y.shape, (*y.shape, 1)):
+        return None
+    probs, y = probs.double(), y.to(probs.device).double().reshape(probs.shape)
+    known = y != ignore_index
+    if not within_one(probs) or not bool(((y == 0) | (y == 1) | ~known).all()) or not bool(known.any()):
+        raise DataError(
+            f"probs runs from {float(probs.min()):.3g} to {float(probs.max()):.3g} and y from {float(y.min()):.3g} to "
+            f"{float(y.max()):.3g} in the same shape; expected probabilities of one and labels of zero and one, or "
+            f"ignore_index={ignore_index} for some. Take logits.sigmoid() for logits; classes have probs (B, C)."
+        )
+    one = probs.ndim == 1
+    probs, y, known = ((t.unsqueeze(1) if one else t.flatten(0, -2)) for t in (probs.clamp(0, 1), y, known))
+    return probs, y.masked_fill(~known, 0), known
+
+
 def within_one(probs: Tensor) -> bool:
     """Return whether all numbers are between 0 and 1, up to rounding."""
     return bool((probs >= -1e-6).all()) and bool((probs <= 1 + 1e-6).all())

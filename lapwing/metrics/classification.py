@@ -1,4 +1,7 @@
-"""Scores of class probabilities: (B, C) with labels (B,), or images (B, C, H, W) with (B, H, W)."""
+"""Scores of class probabilities: (B, C) with labels (B,), or images (B, C, H, W) with (B, H, W).
+
+Calibration errors also take binary labels: probabilities of one, with zeros and ones in the same shape.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from lapwing.core.settings import require_integer
 from lapwing.errors import DataError
-from lapwing.metrics.arrays import Values, labels, mean_of_ties, same_shape, within_one
+from lapwing.metrics.arrays import Values, binary_labels, labels, mean_of_ties, same_shape, within_one
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +80,15 @@ def brier(probs: Values, y: Values, *, ignore_index: int = -100) -> float:
 
 
 def ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int = -100) -> float:
-    """Return the expected calibration error of the most probable class (Guo et al. 2017).
+    """Return the expected calibration error of the most probable class (Guo et al. 2017), or of binary labels.
+
+    That of binary labels compares the probability of one with the frequency of ones, so that it sees a bias: a rare
+    label whose probability is too high, and still below one half, is guessed right. See ``classwise_ece`` for classes.
 
     Args:
-        probs: Class probabilities, (B, C), or (B, C, H, W) of images.
-        y: Labels, (B,), or (B, H, W).
+        probs: Class probabilities, (B, C), or (B, C, H, W) of images; or the probabilities of one of binary labels,
+            (B,) or (B, L).
+        y: Labels, (B,), or (B, H, W); of binary labels zeros and ones in the shape of ``probs``.
         bins: Number of bins of equal width between 0 and 1.
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
@@ -90,22 +97,67 @@ def ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int = -100) -
 
     >>> round(ece(torch.tensor([[0.9, 0.1], [0.9, 0.1]]), torch.tensor([0, 1])), 4)
     0.4
+    >>> round(ece(torch.tensor([0.25, 0.25, 0.25, 0.25]), torch.tensor([0, 0, 0, 0])), 4)
+    0.25
     """
+    return _binned_error(*_stated(probs, y, ignore_index), bins)
+
+
+def classwise_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int = -100) -> float:
+    """Return the calibration error of the probability of each class by itself, averaged over classes.
+
+    The probability of a class is compared with how often it is the label, in bins of that probability (Kull et al.
+    2019). The error of the most probable class alone does not see that a class is predicted too often.
+
+    Args:
+        probs: Class probabilities, (B, C), or (B, C, H, W) of images; or the probabilities of one of binary labels,
+            (B,) or (B, L).
+        y: Labels, (B,), or (B, H, W); of binary labels zeros and ones in the shape of ``probs``.
+        bins: Number of bins of equal width between 0 and 1.
+        ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
+
+    Raises:
+        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
+
+    >>> round(classwise_ece(torch.tensor([[0.6, 0.4], [0.6, 0.4]]), torch.tensor([0, 0])), 4)
+    0.4
+    """
+    binary = binary_labels(probs, y, ignore_index)
+    if binary is None:
+        probs, y = labels(probs, y, ignore_index)
+        errors = [_binned_error(each, y == number, bins) for number, each in enumerate(probs.unbind(1))]
+    else:
+        columns = zip(*(part.unbind(1) for part in binary), strict=True)
+        errors = [_binned_error(each[known], one[known], bins) for each, one, known in columns if bool(known.any())]
+    return sum(errors) / len(errors)
+
+
+def _stated(probs: Values, y: Values, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return stated probabilities (M,) and what came true: of the most probable class, or of binary labels."""
+    binary = binary_labels(probs, y, ignore_index)
+    if binary is not None:
+        stated, true, known = binary
+        return stated[known], true[known]
     probs, y = labels(probs, y, ignore_index)
     confidence, guess = probs.max(1)
-    binned = calibration(confidence, guess == y, bins)
+    return confidence, (guess == y).double()
+
+
+def _binned_error(stated: Tensor, true: Tensor, bins: int) -> float:
+    """Return the mean distance of stated probabilities from what came true, in bins of equal width."""
+    binned = calibration(stated.clamp(0, 1), true, bins)
     return float((binned.weight * (binned.accuracy - binned.confidence).abs()).nansum())
 
 
 def adaptive_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int = -100) -> float:
-    """Return the calibration error of the most probable class in bins of equally many predictions.
+    """Return the calibration error of the most probable class, or of binary labels, in bins of equal counts.
 
     The predictions in the order of their confidence are cut into bins whose sizes differ by one at most, so that no
     bin is nearly empty (Nguyen and O'Connor 2015). Predictions of equal confidence count as their mean.
 
     Args:
-        probs: Class probabilities, (B, C), or (B, C, H, W) of images.
-        y: Labels, (B,), or (B, H, W).
+        probs: Class probabilities, (B, C), or (B, C, H, W) of images; or those of one of binary labels, as for ``ece``.
+        y: Labels, (B,), or (B, H, W); of binary labels zeros and ones in the shape of ``probs``.
         bins: Number of bins; with fewer predictions than that, each has its own.
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
@@ -116,10 +168,9 @@ def adaptive_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int 
     0.4
     """
     require_integer("bins", bins)
-    probs, y = labels(probs, y, ignore_index)
-    confidence, guess = probs.max(1)
-    gap = mean_of_ties(confidence, (guess == y).double()) - confidence
-    parts = gap[confidence.argsort()].tensor_split(min(bins, len(gap)))
+    stated, true = _stated(probs, y, ignore_index)
+    gap = mean_of_ties(stated, true) - stated
+    parts = gap[stated.argsort()].tensor_split(min(bins, len(gap)))
     return float(torch.stack([part.sum().abs() for part in parts]).sum() / len(gap))
 
 

@@ -123,6 +123,8 @@ def separate(prediction: Any) -> Any:
         raise DataError("the evaluation has no numbers of single data; expected one that evaluate() returned.")
     column = lambda numbers, name: numbers[:, prediction.columns.index(name)]
     both = {"plain network": prediction.plain_numbers, "posterior": prediction.posterior_numbers}
+    if "probability" in prediction.columns:  # of binary labels: confidence in the guess would hide a bias
+        return {name: Answers(column(n, "probability"), column(n, "label"), False) for name, n in both.items()}
     if "confidence" in prediction.columns:
         return {name: Answers(column(n, "confidence"), column(n, "correct"), True) for name, n in both.items()}
     return {name: Residuals(*(column(n, part) for part in ("pit", "std", "error"))) for name, n in both.items()}

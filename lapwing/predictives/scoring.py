@@ -22,6 +22,7 @@ from lapwing.metrics.arrays import mean_of_ties
 BINS = 15  # of the calibration errors, as in ``lapwing.metrics.ece``
 LEVELS = tuple(i / 20 for i in range(1, 20))  # of the central intervals whose coverages give ``cqm``
 TINY = 1e-300  # probability below which a logarithm would be infinite
+MANY_CLASSES = 100  # up to which the class-wise calibration error is computed: it keeps bins of every class and input
 STEPS = 48  # nodes of the integrals of the CRPS on either side of the target
 REACH = 9.0  # standard deviations over which it is integrated at least
 
@@ -42,6 +43,11 @@ class Score(Protocol):
     @property
     def target(self) -> float | None:
         """The best value, where it is neither the lowest nor the highest."""
+        ...
+
+    @property
+    def unit(self) -> float | None:
+        """The size that differences are compared with, where the score itself has none; None for the score."""
         ...
 
     @property
@@ -66,6 +72,7 @@ class MeanScore:
         better: "lower", "higher" or "".
         target: The best value, if it is in the middle.
         biased: Whether the score of resampled data is higher.
+        unit: The size that differences are compared with; None for that of the score.
     """
 
     name: str
@@ -75,6 +82,7 @@ class MeanScore:
     better: str = "lower"
     target: float | None = None
     biased: bool = False
+    unit: float | None = None
 
     def at(self, weights: Tensor) -> Tensor:
         return self.of(weights @ self.sums / (weights @ self.counts).unsqueeze(-1))
@@ -95,6 +103,7 @@ class AreaScore:
     better: str = "lower"
     target: float | None = None
     biased: bool = False
+    unit: float | None = None
 
     def at(self, weights: Tensor) -> Tensor:
         each = weights[:, self.owner]
@@ -104,12 +113,60 @@ class AreaScore:
 
 
 @dataclass(frozen=True, eq=False)
+class ClassSums:
+    """What was predicted and seen of every class, or label, summed over the data of each input that count.
+
+    Args:
+        probability: Of each class, (B, C) in float64, as the following.
+        seen: How often the class was the target.
+        data: The number of data, (B, C), or (B, 1) if all classes have the same.
+        variance: The variance of ``seen`` if targets have exactly these probabilities and are independent.
+        gaps: ``seen`` less ``probability``, in bins of the probability, (B, C, bins); None for many classes.
+    """
+
+    probability: Tensor
+    seen: Tensor
+    data: Tensor
+    variance: Tensor
+    gaps: Tensor | None
+
+    @classmethod
+    def of(cls, probs: Tensor, seen: Tensor, known: Tensor) -> ClassSums:
+        """Return the sums of probabilities (B, D, C), of zeros and ones in the same shape, and of what counts."""
+        known = known.to(probs)
+        bins = torch.bucketize(probs, torch.arange(1, BINS).to(probs) / BINS)
+        places = (bins + BINS * torch.arange(probs.shape[-1], device=probs.device)).flatten(1)
+        gaps = probs.new_zeros(len(probs), BINS * probs.shape[-1])
+        gaps.scatter_add_(1, places, ((seen - probs) * known).flatten(1))
+        return cls(
+            (probs * known).sum(1), (seen * known).sum(1), known.sum(1), (probs * (1 - probs) * known).sum(1),
+            gaps.unflatten(1, (-1, BINS)),
+        )  # fmt: skip
+
+    @classmethod
+    def of_classes(cls, probs: Tensor, y: Tensor, known: Tensor) -> ClassSums:
+        """Return the sums of probabilities (B, D, C), class numbers (B, D), and whether each of these counts."""
+        if probs.shape[-1] <= MANY_CLASSES:
+            one_hot = torch.nn.functional.one_hot(y, probs.shape[-1]).to(probs)
+            return cls.of(probs, one_hot, known.unsqueeze(-1))
+        weight = known.unsqueeze(-1).to(probs)
+        seen = probs.new_zeros(len(probs), probs.shape[-1]).scatter_add_(1, y, known.to(probs))
+        return cls((probs * weight).sum(1), seen, weight.sum(1), (probs * (1 - probs) * weight).sum(1), None)
+
+
+@dataclass(frozen=True, eq=False)
 class Numbers:
-    """Numbers of each datum (M, K), and the input (M,) that it belongs to; inputs have one datum, or several tokens."""
+    """Numbers of each datum (M, K), and the input (M,) that it belongs to; inputs have one datum, or several tokens.
+
+    ``gaps`` (N, C, bins) are those of ``ClassSums``, and ``data`` (N, C) or (N, 1) its numbers of data; None if there
+    are none.
+    """
 
     values: Tensor
     owner: Tensor
     inputs: int
+    gaps: Tensor | None = None
+    data: Tensor | None = None
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sums of values (M, K) over the data of each input, (N, K)."""
@@ -127,6 +184,19 @@ class Numbers:
         weight = torch.ones_like(values[:, :1]) if share is None else share.unsqueeze(1)
         counts = self.summed(weight).squeeze(1)
         return MeanScore(name, self.summed(weight * values), counts, _first if of is None else of, **more)
+
+    def classwise(self) -> MeanScore | None:
+        """Return the calibration error of each class by itself, averaged over classes; None for many classes."""
+        if self.gaps is None or self.data is None:
+            return None
+        (_, classes, bins), data = self.gaps.shape, self.data.expand(self.gaps.shape[:2])
+
+        def error(means: Tensor) -> Tensor:
+            gaps, counts = means[:, : classes * bins].unflatten(1, (classes, bins)), means[:, classes * bins :]
+            return (gaps.abs().sum(2) / counts.clamp_min(TINY)).mean(1)
+
+        sums = torch.cat([self.gaps.flatten(1), data], 1)
+        return MeanScore("classwise_ece", sums, torch.ones_like(sums[:, 0]), error, biased=True)
 
     def area(self, uncertainty: Tensor, loss: Tensor) -> AreaScore:
         """Return the area under the risk-coverage curve of losses (M,) in the order of uncertainties (M,)."""
@@ -156,6 +226,16 @@ class Scoring(Protocol):
     def known(self, known: Tensor) -> Tensor:
         """Return whether each datum counts, (B, D), from the same for each target."""
         return known.flatten(1) if known.ndim > 1 else known.unsqueeze(1)
+
+    def by_class(self, predictive: Any, y: Tensor, known: Tensor) -> ClassSums | None:
+        """Return what was predicted and seen of every class in each input; None if targets are no labels.
+
+        Args:
+            predictive: As for ``numbers``.
+            y: As for ``numbers``.
+            known: As for ``numbers``.
+        """
+        return None
 
     def scores(self, data: Numbers, level: float) -> tuple[Score, ...]:
         """Return all scores of the data."""
@@ -201,8 +281,16 @@ class ClassScoring(Scoring):
         each = torch.stack([nll.double(), (guess == safe).double(), brier, confidence.clamp_max(1)], -1)
         return each.flatten(1, -2) if each.ndim > 2 else each.unsqueeze(1)
 
+    def by_class(self, predictive: Any, y: Tensor, known: Tensor) -> ClassSums:
+        probs, safe = predictive.probs.double(), y.masked_fill(~known, 0)
+        if probs.ndim == 2:
+            probs, safe, known = probs.unsqueeze(1), safe.unsqueeze(1), known.unsqueeze(1)
+        return ClassSums.of_classes(probs, safe.long(), known)
+
     def scores(self, data: Numbers, level: float) -> tuple[Score, ...]:
-        return _label_scores(data)
+        """Return all scores. The calibration error is that of the guess, beside that of every class."""
+        confidence, correct = (data.values[:, self.columns.index(name)] for name in ("confidence", "correct"))
+        return _label_scores(data, confidence.contiguous(), correct.contiguous(), None)
 
     def uncertainty(self, predictive: Any, by: str) -> Tensor:
         if by == "confidence":  # from the other classes: one minus a probability near one would lose its digits
@@ -224,7 +312,9 @@ class LabelScoring(Scoring):
     """Scores of binary labels, each a datum; ``nll`` is that of all labels of an input that count, together."""
 
     task: ClassVar[str] = "binary labels"
-    columns: ClassVar[tuple[str, ...]] = ("nll", "correct", "brier", "confidence", "share")
+    columns: ClassVar[tuple[str, ...]] = (
+        "nll", "correct", "brier", "confidence", "share", "probability", "label",
+    )  # fmt: skip
     conformal: ClassVar[tuple[str, ...]] = ("adaptive", "threshold")
     uncertainties: ClassVar[tuple[str, ...]] = ("confidence", "entropy", "mutual_information")
 
@@ -234,12 +324,23 @@ class LabelScoring(Scoring):
         share = 1 / known.sum(-1, keepdim=True).clamp_min(1).to(probs).expand_as(probs)
         correct = (probs > 0.5) == (y > 0.5)
         confidence = torch.maximum(probs, 1 - probs).clamp_max(1)
-        each = torch.stack([nll, correct.double(), 2 * (probs - y).square(), confidence, share], -1)
-        return each.flatten(1, -2)
+        values = (nll, correct.double(), 2 * (probs - y).square(), confidence, share, probs.clamp_max(1), y)
+        return torch.stack(values, -1).flatten(1, -2)
+
+    def by_class(self, predictive: Any, y: Tensor, known: Tensor) -> ClassSums:
+        probs, y = predictive.probs.double(), y.double().masked_fill(~known, 0)
+        if probs.ndim == 2:
+            probs, y, known = probs.unsqueeze(1), y.unsqueeze(1), known.unsqueeze(1)
+        return ClassSums.of(probs, y, known)
 
     def scores(self, data: Numbers, level: float) -> tuple[Score, ...]:
-        """Return all scores. An input, or a token, has one ``nll``, so each of its labels has a share of it."""
-        return _label_scores(data, data.values[:, self.columns.index("share")])
+        """Return all scores. An input, or a token, has one ``nll``, so each of its labels has a share of it.
+
+        Calibration errors are those of the probability that a label is one. The confidence in the guess would hide a
+        bias: a rare label whose probability is too high everywhere, and still below one half, is guessed right.
+        """
+        share, probability, label = data.values[:, 4:].unbind(1)
+        return _label_scores(data, probability.contiguous(), label.contiguous(), share)
 
     def uncertainty(self, predictive: Any, by: str) -> Tensor:
         if by == "confidence":  # that of the label with the most doubt
@@ -264,7 +365,7 @@ class NumberScoring(Scoring):
 
     discrete: bool = False
     task: ClassVar[str] = "numbers"
-    columns: ClassVar[tuple[str, ...]] = ("nll", "error", "crps", "covered", "width", "pit", "std")
+    columns: ClassVar[tuple[str, ...]] = ("nll", "error", "crps", "covered", "width", "pit", "std", "mean")
     conformal: ClassVar[tuple[str, ...]] = ("scaled", "constant")
     uncertainties: ClassVar[tuple[str, ...]] = ("variance", "entropy", "mutual_information")
 
@@ -275,19 +376,20 @@ class NumberScoring(Scoring):
         low, high = (end.double() for end in predictive.interval(level))
         covered = (low <= y) & (y <= high)
         values = (nll, y.double() - mean.double(), crps(predictive, y), covered.double(), high - low)
-        each = torch.stack([*values, predictive.cdf(y).double(), predictive.std.double()], -1)
+        each = torch.stack([*values, predictive.cdf(y).double(), predictive.std.double(), mean.double()], -1)
         return each.flatten(1, -2)
 
     def scores(self, data: Numbers, level: float) -> tuple[Score, ...]:
-        nll, error, ranked, covered, width, pit, std = (column.contiguous() for column in data.values.unbind(1))
+        columns = data.values[:, :7].unbind(1)
+        nll, error, ranked, covered, width, pit, std = (column.contiguous() for column in columns)
         levels = torch.tensor(LEVELS, dtype=pit.dtype)
         inside = ((2 * pit - 1).abs().unsqueeze(1) <= levels).to(pit)
         scores: list[Score] = [
-            data.mean("nll", nll),
+            data.mean("nll", nll, unit=1.0),  # nats: the density of a target depends on its unit
             data.mean("rmse", error.square(), lambda means: means[:, 0].sqrt()),
             data.mean("mae", error.abs()),
             data.mean("crps", ranked),
-            data.mean("coverage", covered, better="", target=level),
+            data.mean("coverage", covered, better="", target=level, unit=1.0),
             data.mean("width", width, better=""),
         ]
         if not self.discrete:
@@ -322,22 +424,28 @@ def _spread(predictive: Any, by: str) -> Tensor:
     return value.double()
 
 
-def _label_scores(data: Numbers, share: Tensor | None = None) -> tuple[Score, ...]:
-    """Return the scores of guesses with a confidence; each datum has the weight ``share`` (M,) in the ``nll``."""
+def _label_scores(data: Numbers, stated: Tensor, true: Tensor, share: Tensor | None) -> tuple[Score, ...]:
+    """Return the scores of guesses with a confidence; each datum has the weight ``share`` (M,) in the ``nll``.
+
+    Calibration errors compare probabilities ``stated`` (M,) with what came ``true`` (M,). Labels have a class-wise
+    error if an input has several; of one label it would be the same error again.
+    """
     nll, correct, brier, confidence = (column.contiguous() for column in data.values[:, :4].unbind(1))
-    inner = torch.arange(1, BINS, dtype=confidence.dtype) / BINS
-    bins = torch.nn.functional.one_hot(torch.bucketize(confidence, inner), BINS).to(confidence)
-    gap = mean_of_ties(confidence, correct) - confidence
-    order, count = confidence.argsort(), len(confidence)
+    inner = torch.arange(1, BINS, dtype=stated.dtype) / BINS
+    bins = torch.nn.functional.one_hot(torch.bucketize(stated, inner), BINS).to(stated)
+    gap = mean_of_ties(stated, true) - stated
+    order, count = stated.argsort(), len(stated)
     parts = torch.empty(count, dtype=torch.long)
     parts[order] = torch.cat([torch.full((len(p),), i) for i, p in enumerate(order.tensor_split(min(BINS, count)))])
-    equal = torch.nn.functional.one_hot(parts, BINS).to(confidence)
+    equal = torch.nn.functional.one_hot(parts, BINS).to(stated)
     absolute = lambda means: means.abs().sum(1)
+    classwise = None if data.gaps is None or data.gaps.shape[1] == 1 else data.classwise()
     return (
         data.mean("nll", nll, share=share),
         data.mean("accuracy", correct, better="higher"),
         data.mean("brier", brier),
-        data.mean("ece", (correct - confidence).unsqueeze(1) * bins, absolute, biased=True),
+        data.mean("ece", (true - stated).unsqueeze(1) * bins, absolute, biased=True),
+        *(() if classwise is None else (classwise,)),
         data.mean("adaptive_ece", gap.unsqueeze(1) * equal, absolute, biased=True),
         data.area(1 - confidence, 1 - correct),
     )

@@ -14,7 +14,7 @@ from lapwing.report import facts
 from lapwing.report.pictures import band_picture, learned_pictures, score_pictures
 from lapwing.report.svg import Picture
 from lapwing.report.uncertain import Looked
-from lapwing.report.verdict import percent, signed, verdict_of
+from lapwing.report.verdict import percent, points, signed, verdict_of
 
 TEMPLATE = Path(__file__).with_name("page.html")
 WORDS = {  # what scores are, for readers who do not know their names
@@ -22,6 +22,7 @@ WORDS = {  # what scores are, for readers who do not know their names
     "accuracy": ("accuracy", "share of answers that are right; higher is better"),
     "brier": ("Brier score", "squared error of the probabilities; lower is better"),
     "ece": ("calibration error (ECE)", "mean distance of confidence from the share that is right; lower is better"),
+    "classwise_ece": ("class-wise calibration error", "the same for each class or label by itself; lower is better"),
     "adaptive_ece": ("adaptive calibration error", "the same in bins of equally many answers; lower is better"),
     "aurc": ("area under risk-coverage", "error if the most uncertain inputs are left out, averaged; lower is better"),
     "rmse": ("RMSE", "root of the mean squared error; lower is better"),
@@ -80,6 +81,7 @@ def written(posterior: Any, evaluation: Any, looked: Looked, path: Path, source:
     text = environment.render(
         source=source, verdict=verdict, evaluation=evaluation, table=table(evaluation), pictures=pictures,
         learned=learned, missing=missing, looked=looked, about=about, json=embedded(numbers), percent=percent,
+        points=points,
     )  # fmt: skip
     write_atomically(path, [text.encode("utf-8")])
     return Report(path, verdict.sentences, numbers)
@@ -107,6 +109,8 @@ def table(evaluation: Any) -> list[dict[str, str]]:
     rows = []
     for row in evaluation.rows:
         name, meaning = WORDS.get(row.name, (row.name, ""))
+        if row.name == "ece" and evaluation.task == "binary labels":
+            meaning = "mean distance of the probability of one from the share of ones; lower is better"
         if row.target is not None:
             name = f"{name} of {percent(row.target)} intervals"
         cells = {"name": name, "meaning": meaning, "verdict": row.verdict, "words": words_of(row)}

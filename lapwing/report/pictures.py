@@ -50,6 +50,12 @@ def _reliability(each: Mapping[str, Any]) -> tuple[Picture, Any]:
         "How often answers are right against how confident they are, in ten bins, with 95 % intervals. On the dotted "
         "line confidence can be taken at its word; below it answers are overconfident."
     )
+    if not each["posterior"].of_classes:
+        says = {name: f"{percent(said)} sure of one, of {percent(share)} ones" for name, (said, share) in means.items()}
+        caption = (
+            "How often a label is one against the predicted probability of that, in ten bins, with 95 % intervals. On "
+            "the dotted line the probability can be taken at its word; below it, it is too high."
+        )
     alt = (
         f"Reliability diagram. On average the posterior is {says['posterior']}, the plain network "
         f"{says['plain network']}."

@@ -1,6 +1,7 @@
 """The verdict on a posterior: sentences that follow from scores and their uncertainty by fixed rules.
 
-Answers have one of three marks: "good", "unclear" or "bad". A difference counts only if its interval leaves zero out.
+Answers have one of three marks: "good", "unclear" or "bad". A difference counts only if its interval leaves zero out
+and it is not tiny beside the scores.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from lapwing.metrics.classification import calibration
 from lapwing.plots.observed import Answers, Residuals, normal_half_width, observed_coverage, separate, wilson
 
 CLOSE = 0.02  # error of probabilities and coverages that is small whatever the number of data
+STANDARD_ERRORS = 4.0  # of the mean probability of a class: that chance does so to one of 100 has a probability of .006
 DOUBTFUL = 0.1  # share of the inputs that count as the most uncertain ones
 CHANCE = 0.975  # of each of two differences
 DRAWS = 1000  # of what chance does to a calibrated predictor
@@ -54,7 +56,7 @@ def verdict_of(evaluation: Any, has_spread: bool = True) -> Verdict:
     found = separate(evaluation)["posterior"]
     real = isinstance(found, Residuals)
     inputs = evaluation.inputs
-    calibrated = _intervals(evaluation, found) if real else _probabilities(found, inputs)
+    calibrated = _intervals(evaluation, found) if real else _probabilities(evaluation, found)
     better = _better(evaluation, has_spread)
     trust = _doubtful_numbers(found) if real else _doubtful_labels(found)
     few = f" Only {counted(inputs)} scored, so that little can be told." if inputs < FEW else ""
@@ -64,23 +66,37 @@ def verdict_of(evaluation: Any, has_spread: bool = True) -> Verdict:
     return Verdict(sentences, (calibrated, better, trust))
 
 
-def _probabilities(found: Answers, inputs: int) -> Answer:
-    """Return whether confidences agree with how often answers are right."""
+def _probabilities(evaluation: Any, found: Answers) -> Answer:
+    """Return whether stated probabilities agree with how often they come true, and the mean of each class too."""
+    inputs = evaluation.inputs
     error, likely = calibration_error(found), calibration_error_by_chance(found)
     confidence, right = float(found.probability.mean()), float(found.true.mean())
     spread = normal_half_width(CHANCE) * mean_error_by_chance(found)
+    said, seen, what = ("confidence", "of the answers are right", "answers")
+    if not found.of_classes:
+        said, seen, what = ("probability of one", "of the labels are one", "labels")
+    worst = _biased_class(evaluation)
     numbers = (
-        f"Mean confidence is {percent(confidence)}, and {percent(right)} of the answers are right; for a calibrated "
-        f"predictor the difference would be up to {points(spread)} by chance, with {len(found.true):,} answers. In "
-        f"bins, confidence differs from the share that is right by {points(error)} on average; by chance it would be "
-        f"up to {points(likely)}."
+        f"Mean {said} is {percent(confidence)}, and {percent(right)} {seen}; for a calibrated "
+        f"predictor the difference would be up to {points(spread)} by chance, with {len(found.true):,} {what}. In "
+        f"bins, the two differ by {points(error)} on average; by chance it would be up to {points(likely)}."
     )
     rule = (
-        f"Calibrated if both differences, of all answers and in {BINS} bins (the expected calibration error), are "
-        f"within what chance does, with probability {percent(CHANCE)} each, to answers that are right with exactly the "
-        f"stated probability; nearly so if the second is below {points(CLOSE)}."
+        f"Calibrated if both differences, of all {what} and in {BINS} bins (the expected calibration error), are "
+        f"within what chance does, with probability {percent(CHANCE)} each, to {what} that come true with exactly the "
+        f"stated probability; nearly so if the second is below {points(CLOSE)}. Not calibrated if the mean probability "
+        f"of a class or label differs from its frequency by more than {points(CLOSE)} and {STANDARD_ERRORS:g} standard "
+        "errors."
     )
     question = "Is it calibrated?"
+    if worst is not None:
+        many, own, high = evaluation.class_count > 1, worst.probability, worst.gap.value > 0
+        name = f"{'class' if found.of_classes else 'label'} {worst.number}" if many else "label one"
+        short = (
+            f"are not calibrated: that of {name} is too {'high' if high else 'low'}, {percent(own)} on average where "
+            f"{percent(worst.frequency)} is right"
+        )
+        return Answer(question, "No", "bad", short, numbers, rule)
     if error <= likely and abs(confidence - right) <= spread:
         short = f"are calibrated, as far as {inputs:,} input{'s' * (inputs > 1)} can tell"
         return Answer(question, "Yes", "good", short, numbers, rule)
@@ -88,10 +104,18 @@ def _probabilities(found: Answers, inputs: int) -> Answer:
         short = f"are nearly calibrated, off by {points(error)} on average"
         return Answer(question, "Yes", "good", short, numbers, rule)
     kind = "overconfident" if confidence > right else "underconfident"
-    short = f"are {kind} (they say {percent(confidence)} on average, and {percent(right)} of the answers are right)"
+    kind = kind if found.of_classes else "too high" if confidence > right else "too low"
+    short = f"are {kind} (they say {percent(confidence)} on average, and {percent(right)} {seen})"
     if abs(confidence - right) <= spread:
         short = f"are not calibrated (too high in places and too low in others, by {points(error)} on average)"
     return Answer(question, "No", "bad", short, numbers, rule)
+
+
+def _biased_class(evaluation: Any) -> Any:
+    """Return the class whose mean probability is farthest from its frequency, if it is clearly off; otherwise None."""
+    least = lambda row: max(CLOSE, STANDARD_ERRORS * row.gap.std)
+    off = [row for row in evaluation.classes if row.verdict and abs(row.gap.value) > least(row)]
+    return max(off, key=lambda row: abs(row.gap.value), default=None)
 
 
 def mean_error_by_chance(found: Answers) -> float:
@@ -169,7 +193,8 @@ def _better(evaluation: Any, has_spread: bool) -> Answer:
     )
     rule = (
         f"Better or worse if the {confidence} bootstrap interval of the difference in log-likelihood, of the same "
-        f"inputs, is on one side of zero; otherwise, and with fewer than {LEAST} inputs, no difference can be told."
+        f"inputs, is on one side of zero, and the difference is above a thousandth of "
+        f"{'a nat' if row.unit else 'both'}; otherwise, and with fewer than {LEAST} inputs, no difference can be told."
     )
     if not has_spread:
         return Answer(question, "Cannot be told", "unclear", "are those of the plain network itself", numbers, rule)

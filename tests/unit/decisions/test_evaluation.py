@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import lapwing as lw
 from lapwing import metrics
 from lapwing.decisions.evaluation import Compared
 from lapwing.decisions.several import kind_of
-from lapwing.errors import DataError
+from lapwing.errors import CalibrationWarning, DataError
 from lapwing.metrics import ScoreInterval
 from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor
 
@@ -30,7 +32,8 @@ def test_scores_of_classes_are_those_of_the_metrics() -> None:
         expected = {
             "nll": metrics.categorical_nll(probs, y), "accuracy": metrics.accuracy(probs, y),
             "brier": metrics.brier(probs, y), "ece": metrics.ece(probs, y),
-            "adaptive_ece": metrics.adaptive_ece(probs, y), "aurc": metrics.aurc(1 - probs.amax(1), wrong),
+            "classwise_ece": metrics.classwise_ece(probs, y), "adaptive_ece": metrics.adaptive_ece(probs, y),
+            "aurc": metrics.aurc(1 - probs.amax(1), wrong),
         }  # fmt: skip
         found = {row.name: getattr(row, part).value for row in evaluation.rows}
         assert found == pytest.approx(expected, rel=1e-6)
@@ -101,6 +104,215 @@ def test_verdicts(low: float, high: float, better: str, verdict: str) -> None:
 def test_a_coverage_is_judged_by_its_distance_to_the_level() -> None:
     one = interval(0.0, 1.0)
     assert Compared("coverage", one, one, interval(1, 2), "", 0.9, interval(-0.2, -0.1)).verdict == "better"
+
+
+def test_a_tiny_difference_decides_nothing_however_certain_it_is() -> None:
+    """By the scores, and for a log-density by one nat: its size moves with the unit of the targets."""
+    at, apart = interval(0.3, 0.3), interval(-1.2e-8, -1.1e-8)
+    assert Compared("brier", at, at, apart, "lower").verdict == "undecided"
+    assert Compared("nll", interval(1e-9, 1e-9), at, interval(-1e-4, -9e-5), "lower", unit=1.0).verdict == "undecided"
+    assert Compared("coverage", at, at, apart, "", 0.9, apart).verdict == "undecided"
+    small = interval(0.002, 0.002)
+    assert Compared("brier", small, small, interval(-1e-5, -9e-6), "lower").verdict == "better"
+
+
+def test_the_same_posterior_up_to_rounding_is_no_worse_than_the_best() -> None:
+    x, y = numbers(60, generator(20))
+    posterior = regressor()
+    near = posterior.with_prior(5.0 * (1 + 1e-9))
+    table = lw.evaluate({"one": posterior, "other": near}, [(x, y)], resamples=50)
+    rows = {row.name: row for row in table.rows}
+    assert {rows["one"].verdict, rows["other"].verdict} == {"", "undecided"}
+    assert rows["one"].behind.value != rows["other"].behind.value
+
+
+# Probabilities of one, and mean probability beside frequency
+
+
+class Biased(nn.Module):
+    """Logits that are too high by ``shift`` for rare labels, as after a training with class weights."""
+
+    def __init__(self, outputs: int, shift: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, outputs)
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.shift
+
+
+def rare(count: int, outputs: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs, labels with probabilities of about .05, and the weights that these follow."""
+    x = torch.randn(count, 2, dtype=D, generator=generator(seed))
+    weight = torch.tensor([[0.5, -0.3], [0.2, 0.4]], dtype=D)[:outputs]
+    p = (x @ weight.T - 3).sigmoid()
+    return x, (torch.rand(p.shape, dtype=D, generator=generator(seed + 1)) < p).double(), weight
+
+
+@cache
+def biased(outputs: int, shift: float) -> lw.Fitted:
+    x, y, weight = rare(300, outputs, 30)
+    model = Biased(outputs, shift).double()
+    with torch.no_grad():
+        model.layer.weight.copy_(weight)
+        model.layer.bias.fill_(-3.0)
+    return lw.fit(model, [(x, y)], lw.Bernoulli(), method=lw.baselines.MapOnly())
+
+
+def test_a_biased_binary_network_is_scored_by_the_probability_of_one() -> None:
+    """Its guesses are right as often as they say, so that the error of the confidence sees nothing."""
+    x, y, _ = rare(800, 1, 40)
+    posterior = biased(1, 2.0)
+    evaluation = posterior.evaluate([(x[:500], y[:500]), (x[500:], y[500:])], resamples=RESAMPLES)
+    probs = posterior.predict(x).probs
+    gap = float(probs.mean() - y.mean())
+    assert gap > 0.15
+    assert evaluation["ece"].posterior.value == pytest.approx(metrics.ece(probs, y), rel=1e-6)
+    assert evaluation["ece"].posterior.value >= gap - 1e-9
+    assert evaluation["adaptive_ece"].posterior.value == pytest.approx(metrics.adaptive_ece(probs, y), rel=1e-6)
+    assert evaluation["ece"].posterior.low > 0.1
+    (row,) = evaluation.classes
+    assert (row.frequency, row.probability) == pytest.approx((float(y.mean()), float(probs.mean())))
+    assert row.plain == pytest.approx(row.probability)
+    assert row.verdict == "too high"
+    assert row.gap.value == pytest.approx(gap)
+    standard_error = float((y - probs).std()) / 800**0.5
+    assert row.gap.std >= 0.99 * standard_error
+    assert any(line.startswith("one ") and line.endswith("too high") for line in str(evaluation).splitlines())
+    reliability = evaluation.reliability["posterior"]
+    assert float((reliability.weight * (reliability.accuracy - reliability.confidence)).nansum()) == pytest.approx(-gap)
+
+
+def test_honest_probabilities_are_within_their_intervals() -> None:
+    """Twenty data sets: more than four with an interval that leaves zero out have a probability of .003."""
+    posterior, off = biased(1, 0.0), 0
+    for seed in range(20):
+        x, y, _ = rare(200, 1, 50 + 2 * seed)
+        off += bool(posterior.evaluate([(x, y)], resamples=2).classes[0].verdict)
+    assert off <= 4
+
+
+def test_every_label_has_its_frequency_and_the_class_wise_error_is_their_mean() -> None:
+    x, y, _ = rare(400, 2, 42)
+    y[::7, 1] = -1
+    likelihood = lw.Bernoulli(ignore_index=-1)
+    model = Biased(2, 0.7).double()
+    posterior = lw.fit(model, [(x, y)], likelihood, method=lw.baselines.MapOnly())
+    evaluation = posterior.evaluate([(x, y)], resamples=20)
+    probs, known = posterior.predict(x).probs, y >= 0
+    assert evaluation["classwise_ece"].posterior.value == pytest.approx(
+        metrics.classwise_ece(probs, y, ignore_index=-1), rel=1e-6
+    )
+    for row in evaluation.classes:
+        counts = known[:, row.number]
+        assert row.probability == pytest.approx(float(probs[counts, row.number].mean()))
+        assert row.frequency == pytest.approx(float(y[counts, row.number].mean()))
+
+
+def test_classes_that_are_predicted_too_often_are_named_the_worst_first_and_few() -> None:
+    """Twelve classes of equal frequency, and logits that favour the third."""
+    y = torch.arange(600) % 12
+    x = torch.randn(600, 2, dtype=D, generator=generator(60))
+    model = nn.Linear(2, 12).double()
+    with torch.no_grad():
+        model.weight.mul_(0.1)
+        model.bias.zero_()[3] = 1.5
+    posterior = lw.fit(model, [(x, y)], "classification", method=lw.baselines.MapOnly())
+    evaluation = posterior.evaluate([(x, y)], resamples=20)
+    probs = posterior.predict(x).probs
+    assert evaluation["classwise_ece"].posterior.value == pytest.approx(metrics.classwise_ece(probs, y), rel=1e-6)
+    assert (evaluation.class_count, len(evaluation.classes), len(evaluation.shown_classes)) == (12, 12, 5)
+    assert (evaluation.shown_classes[0].number, evaluation.shown_classes[0].verdict) == (3, "too high")
+    assert "the 5 farthest off of 12" in str(evaluation)
+    assert sum(row.probability for row in evaluation.classes) == pytest.approx(1)
+
+
+def test_frequencies_of_tokens_and_of_very_many_classes() -> None:
+    """Ignored tokens do not count; with more than a hundred classes there is no class-wise error, but the means."""
+    x = torch.randn(9, 5, 3, dtype=D, generator=generator(5))
+    y = torch.randint(4, (9, 5), generator=generator(6))
+    y[:, 3:] = -100
+    posterior = lw.fit(Tokens().double(), [(x, y)], "classification", method=lw.baselines.MapOnly())
+    evaluation = posterior.evaluate([(x[:4], y[:4]), (x[4:], y[4:])], resamples=5)
+    probs, labels = posterior.predict(x).probs[:, :3].flatten(0, 1), y[:, :3].flatten()
+    assert evaluation["classwise_ece"].posterior.value == pytest.approx(metrics.classwise_ece(probs, labels), rel=1e-6)
+    for row in evaluation.classes:
+        assert row.probability == pytest.approx(float(probs[:, row.number].mean()), rel=1e-6)
+        assert row.frequency == pytest.approx(float((labels == row.number).double().mean()))
+    wide = lw.fit(nn.Linear(3, 130).double(), [(x[:, 0], y[:, 0])], "classification", method=lw.baselines.MapOnly())
+    evaluation = wide.evaluate([(x[:, 0], y[:, 0])], resamples=5)
+    assert "classwise_ece" not in [row.name for row in evaluation.rows]
+    assert (evaluation.class_count, len(evaluation.classes)) == (130, 100)
+
+
+# Targets in other units
+
+
+@cache
+def standardised() -> lw.Fitted:
+    """A network that fits standardised targets up to a noise of .1, as loaded from a file."""
+    model = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        model.weight.fill_(0.7)
+        model.bias.zero_()
+    x, y = lines(60, 70)
+    return lw.fit(model, [(x, y)], "regression", prior=1.0)
+
+
+def lines(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(count, 2, dtype=D, generator=generator(seed))
+    return x, 0.7 * x.sum(1, keepdim=True) + 0.1 * torch.randn(count, 1, dtype=D, generator=generator(seed + 1))
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(1e5, 2e5), (1.8, 32.0)])
+def test_targets_in_other_units_are_a_warning_with_both_figures(tmp_path: Path, scale: float, offset: float) -> None:
+    model = standardised().network.model
+    standardised().save(tmp_path / "posterior")
+    loaded = lw.load(tmp_path / "posterior", model)
+    x, y = lines(50, 72)
+    other = scale * y + offset
+    trained = float(standardised().base.statistics.loss) * 2 / 60
+    residual = float((model(x) - other).square().mean().detach())
+    figures = re.escape(f"residual is {residual:.3g}, and {trained:.3g} on the training data")
+    with pytest.warns(CalibrationWarning, match=figures) as seen:
+        evaluation = loaded.evaluate([(x, other)], resamples=5)
+    assert seen[0].filename == __file__
+    assert len(evaluation.findings) == 1
+    assert str(evaluation).splitlines()[-1].startswith("Note: data: the mean squared residual is")
+    with pytest.warns(CalibrationWarning, match="calibration: the mean squared residual is") as seen:
+        loaded.conformal([(x, other)])
+    assert seen[0].filename == __file__
+    with pytest.warns(CalibrationWarning, match="data: the mean squared residual is"):
+        assert len(lw.evaluate({"one": loaded}, [(x, other)], resamples=5).findings) == 1
+
+
+def test_standardised_targets_for_a_network_that_predicts_large_numbers_are_noticed() -> None:
+    model = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        model.weight.fill_(7e4)
+        model.bias.fill_(2e5)
+    x, y = lines(60, 74)
+    posterior = lw.fit(model, [(x, 1e5 * y + 2e5)], "regression", prior=1e-10)
+    assert posterior.evaluate([(x, 1e5 * y + 2e5)], resamples=5).findings == ()
+    with pytest.warns(CalibrationWarning, match="in other units"):
+        posterior.evaluate([(x, y)], resamples=5)
+
+
+def test_a_network_that_interpolates_its_training_data_is_no_alarm() -> None:
+    """Residuals of other data are ten million times those of the training data, and as large as the targets vary."""
+    features = torch.randn(2, 40, dtype=D, generator=generator(76))
+    model = nn.Sequential(nn.Linear(2, 40), nn.Tanh(), nn.Linear(40, 1)).double()
+    x, y = (torch.randn(30, k, dtype=D, generator=generator(77 + k)) for k in (2, 1))  # noise alone
+    with torch.no_grad():
+        model[0].weight.copy_(3 * features.T)
+        model[2].bias.zero_()
+        model[2].weight.copy_(torch.linalg.lstsq(model[1](model[0](x)), y).solution.T)
+        y = y + 1e-4 * torch.randn(30, 1, dtype=D, generator=generator(80))
+    posterior = lw.fit(model, [(x, y)], "regression", prior=1.0)
+    new = torch.randn(40, 2, dtype=D, generator=generator(81)), torch.randn(40, 1, dtype=D, generator=generator(82))
+    trained = 2 * posterior.base.statistics.loss / 30
+    assert float((model(new[0]) - new[1]).square().mean().detach()) > 1e5 * trained
+    assert posterior.evaluate([new], resamples=5).findings == ()
 
 
 class Tokens(nn.Module):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
 
 import lapwing as lw
 from lapwing.decisions.strange import SCORES
+from lapwing.demo.training import Recipe, trained
 from tests.tolerances import assert_close
 from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor
 
@@ -50,10 +52,58 @@ def test_far_inputs_are_found_by_the_variance() -> None:
     assert repr(detector).startswith("<Detector: variance above")
 
 
+@cache
+def trained_classifier(validation: bool) -> tuple[lw.Fitted, torch.Tensor]:
+    """A ReLU network that is certain of its classes far from all data, under a mixture; and inputs like its own."""
+    draws = generator(20)
+    centres = torch.randn(5, 10, dtype=D, generator=draws)
+
+    def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.randint(5, (count,), generator=draws)
+        return centres[y] + 0.8 * torch.randn(count, 10, dtype=D, generator=draws), y
+
+    train, held_out = rows(300), rows(200)
+    model = trained(*train, 5, Recipe(hidden=(50,), activation="relu", epochs=50, weight_decay=0.0), 0)
+    posterior = lw.fit(model, [train], "classification", validation=held_out if validation else None, progress=False)
+    return posterior, rows(300)[0]
+
+
+@pytest.mark.parametrize("validation", [False, True])
+def test_the_default_finds_far_inputs_that_the_entropy_does_not(validation: bool) -> None:
+    posterior, calibration = trained_classifier(validation)
+    far = 10 * torch.randn(200, 10, dtype=D, generator=generator(21))
+    default, entropy = (posterior.ood(calibration, by=by) for by in (None, "entropy"))
+    assert default.by == "base_information"
+    assert_close(default.score(far), posterior.base.predict(far).mutual_information)
+    assert float(default.flags(far).double().mean()) > 0.8
+    assert float(entropy.flags(far).double().mean()) < 0.4
+
+
+def test_the_entropy_is_the_default_without_error_bars() -> None:
+    x, y = classes(60, generator(22))
+    model = classifier().network.model
+    for validation in (None, (x, y)):
+        plain = lw.fit(model, [(x, y)], "classification", method=lw.baselines.MapOnly(), validation=validation)
+        detector = plain.ood(x)
+        assert detector.by == "entropy"
+        assert_close(detector.score(x), plain.predict(x).entropy)
+
+
+def test_a_plain_network_for_numbers_with_one_noise_is_refused() -> None:
+    """Every input has the same score, so that none could ever be flagged."""
+    x, y = numbers(60, generator(23))
+    plain = lw.fit(torch.nn.Linear(2, 1).double(), [(x, y)], "regression", method=lw.baselines.MapOnly())
+    for by in (None, "variance"):
+        with pytest.raises(lw.LapwingError, match=r"no error bars from its weights.*Fit one by another method"):
+            plain.ood(x, by=by)
+    spread = lw.fit(regressor().network.model, [(x, y)], lw.HeteroscedasticGaussian(), method=lw.baselines.MapOnly())
+    assert spread.ood(x).by == "entropy"
+
+
 def test_targets_are_not_used_and_loaders_are_read() -> None:
     x, y = classes(60, generator(5))
     one, other = classifier().ood(x), classifier().ood([(x[:25], y[:25]), (x[25:], y[25:])])
-    assert one.by == "entropy"
+    assert one.by == "base_information"
     assert_close(one.scores, other.scores)
     assert_close(one.p_values([x[:9], x[9:13]]), other.p_values(x[:13]))
 

@@ -30,6 +30,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "brier": (metrics.brier, (PROBS, LABELS)),
     "ece": (metrics.ece, (PROBS, LABELS)),
     "adaptive_ece": (metrics.adaptive_ece, (PROBS, LABELS)),
+    "classwise_ece": (metrics.classwise_ece, (PROBS, LABELS)),
     "calibration": (lambda *data: metrics.calibration(*data, bins=1).accuracy, (PROBS[:, 0], LABELS == 0)),
     "normal_nll": (metrics.normal_nll, (MEAN, STD, Y)),
     "rmse": (metrics.rmse, (MEAN, Y)),

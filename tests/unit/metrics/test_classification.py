@@ -111,10 +111,60 @@ def test_adaptive_ece_does_not_depend_on_the_order_of_equal_confidences() -> Non
     assert metrics.adaptive_ece(mixed, y, 5) > 0.01
 
 
+# Every class by itself, and binary labels
+
+
+def binned_error(stated: torch.Tensor, true: torch.Tensor) -> float:
+    total = 0.0
+    for i in range(15):
+        inside = (stated > i / 15) & (stated <= (i + 1) / 15)
+        if inside.any():
+            total += float(inside.double().mean() * (true[inside].double().mean() - stated[inside].mean()).abs())
+    return total
+
+
+def test_classwise_ece_is_the_mean_of_a_loop_over_classes(scored: tuple[torch.Tensor, torch.Tensor]) -> None:
+    probs, y = scored
+    expected = sum(binned_error(probs[:, c], y == c) for c in range(5)) / 5
+    assert metrics.classwise_ece(probs, y) == pytest.approx(expected, rel=1e-12)
+
+
+def test_calibration_of_binary_labels_is_that_of_the_probability_of_one() -> None:
+    """A rare label whose probability is too high and below one half: every guess has about its confidence."""
+    generator = torch.Generator().manual_seed(5)
+    stated = 0.45 + 0.02 * torch.rand(400, generator=generator, dtype=torch.float64)
+    y = (torch.rand(400, generator=generator) < 0.05).double()
+    expected = binned_error(stated, y)
+    assert expected > 0.3
+    for probs, labels in ((stated, y), (stated[:, None], y[:, None]), (stated[:, None], y), (stated, y.long())):
+        assert metrics.ece(probs, labels) == pytest.approx(expected, rel=1e-12)
+        assert metrics.classwise_ece(probs, labels) == pytest.approx(expected, rel=1e-12)
+    gap = float(stated.mean() - y.mean())
+    assert metrics.adaptive_ece(stated, y, 1) == pytest.approx(gap, rel=1e-12)
+    assert metrics.ece(stated, torch.cat([y[:300], torch.full((100,), -100.0)])) == pytest.approx(
+        binned_error(stated[:300], y[:300]), rel=1e-12
+    )
+
+
+def test_labels_of_several_columns_are_pooled_or_averaged() -> None:
+    stated = torch.full((100, 2), 0.3, dtype=torch.float64)
+    y = torch.zeros(100, 2)
+    y[:60, 1] = 1  # one label too high by .3, the other too low by .3: pooled they cancel
+    assert metrics.ece(stated, y) == pytest.approx(0, abs=1e-12)
+    assert metrics.classwise_ece(stated, y) == pytest.approx(0.3, rel=1e-12)
+
+
+def test_logits_of_binary_labels_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected probabilities of one and labels of zero and one.*sigmoid"):
+        metrics.ece(torch.tensor([-2.0, 3.0]), torch.tensor([0.0, 1.0]))
+    with pytest.raises(ValueError, match="expected probabilities of one and labels of zero and one"):
+        metrics.ece(torch.tensor([0.2, 0.3]), torch.tensor([0, 2]))
+
+
 # Labels that do not count, and images
 
 
-SCORES = ["categorical_nll", "accuracy", "brier", "ece", "adaptive_ece"]
+SCORES = ["categorical_nll", "accuracy", "brier", "ece", "adaptive_ece", "classwise_ece"]
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.decisions.evaluation import Compared, Evaluation
+from lapwing.decisions.evaluation import ClassFrequency, Compared, Evaluation
 from lapwing.metrics.resampling import ScoreInterval
 from lapwing.plots.observed import Answers
 from lapwing.report import verdict
@@ -78,6 +78,39 @@ def test_confidence_without_success_is_overconfident() -> None:
 
 def test_success_without_confidence_is_underconfident() -> None:
     assert "underconfident" in verdict_of(of_labels(*drawn(500, harder=-0.3))).answers[0].short
+
+
+def biased(number: int, frequency: float, probability: float, error: float) -> ClassFrequency:
+    gap = probability - frequency
+    return ClassFrequency(
+        number, frequency, probability, 0.1, ScoreInterval(gap, gap - 2 * error, gap + 2 * error, error)
+    )
+
+
+def test_binary_labels_are_judged_by_the_probability_of_one() -> None:
+    """Ones are rare and all probabilities are too high by .15: the confidence in the guesses is right on average."""
+    probability = 0.1 + 0.2 * torch.rand(500, dtype=torch.float64)
+    label = (torch.rand(500) < probability - 0.08).double()
+    columns = ("nll", "correct", "brier", "confidence", "share", "probability", "label")
+    rows = torch.stack([torch.zeros(500), label, label, 1 - probability, label, probability, label], 1).double()
+    found = evaluation(rows, LABELS)
+    found = Evaluation(**{**vars(found), "task": "binary labels", "columns": columns})
+    answer = verdict_of(found).answers[0]
+    assert answer.word == "No"
+    assert answer.short.startswith("are too high (they say")
+    assert "Mean probability of one is" in answer.sentence
+    one = Evaluation(**{**vars(found), "classes": (biased(0, 0.12, 0.2, 0.01),), "class_count": 1})
+    short = verdict_of(one).answers[0].short.replace("\N{NO-BREAK SPACE}", " ")
+    assert short == "are not calibrated: that of label one is too high, 20 % on average where 12 % is right"
+
+
+def test_a_class_that_is_predicted_too_often_is_named_though_confidence_is_right() -> None:
+    found = of_labels(*drawn(500))
+    fine, off = biased(2, 0.1, 0.11, 0.01), biased(4, 0.1, 0.2, 0.01)
+    for classes, word in (((fine,), "Yes"), ((fine, off), "No")):
+        answer = verdict_of(Evaluation(**{**vars(found), "classes": classes, "class_count": 9})).answers[0]
+        assert answer.word == word
+    assert "that of class 4 is too high" in answer.short
 
 
 def test_errors_of_both_signs_are_not_calibrated() -> None:
