@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from lapwing.core.settings import Rule
+from lapwing.core.settings import Rule, refuse_other_arguments
 from lapwing.errors import DataError
 from lapwing.fitted import Fitted
 from lapwing.posteriors.effective import EffectiveParameters
@@ -59,6 +59,7 @@ class Comparison:
         return "\n".join([*lines, *self.findings])
 
 
+@refuse_other_arguments
 def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
     """Rank fitted posteriors by their evidence.
 

@@ -19,7 +19,7 @@ from lapwing.core.inputs import placed
 from lapwing.core.progress import shows_progress
 from lapwing.core.random import Stream
 from lapwing.core.reading import Reading
-from lapwing.core.settings import NONE, PATH, require_integer
+from lapwing.core.settings import NONE, PATH, refuse_other_arguments, require_integer
 from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.ensemble import renewed
@@ -28,6 +28,7 @@ from lapwing.registry import named
 from lapwing.training.recipe import Recipe, fixed
 
 
+@refuse_other_arguments
 def train_ensemble(
     model: nn.Module,
     data: Iterable[Any],

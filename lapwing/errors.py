@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = [
     "LapwingError", "DataError", "InputError", "ModelError", "NumericalError", "FileError", "UnsupportedError",
-    "DivergedError", "ProcessError", "CalibrationWarning",
+    "CallError", "DivergedError", "ProcessError", "CalibrationWarning",
 ]  # fmt: skip
 
 
@@ -81,6 +81,16 @@ class UnsupportedError(LapwingError):
     >>> lw.fit(torch.nn.Linear(2, 1), [(torch.zeros(3, 2), torch.zeros(3, 1))], "regresion")
     Traceback (most recent call last):
     lapwing.errors.UnsupportedError: ...
+    """
+
+
+class CallError(UnsupportedError, TypeError):
+    """A call with an argument that does not exist, or without one that it needs; a ``TypeError`` like Python's.
+
+    >>> import torch, lapwing as lw
+    >>> lw.fit(torch.nn.Linear(2, 1), [(torch.zeros(3, 2), torch.zeros(3, 1))], "regression", val=[])
+    Traceback (most recent call last):
+    lapwing.errors.CallError: fit() has no argument 'val'. Did you mean 'validation'? It takes model, data, ...
     """
 
 

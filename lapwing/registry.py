@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lapwing.core.settings import FLAG, Rule, is_real, require_integer
+from lapwing.core.settings import FLAG, Rule, is_real, refuse_other_settings, require_integer
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
@@ -141,6 +141,9 @@ class Auto:
                 return Choice(offer.method, f"{name}: {size}; {cost}, {offer.kind}{rejected}")
             rejected += f"; {name} would take {cost}"
         raise UnsupportedError(f"no registered method takes {size} within these limits; raise memory= and seconds=.")
+
+
+refuse_other_settings([Auto, *METHODS.values(), *LIKELIHOODS.values()])
 
 
 @dataclass(frozen=True)

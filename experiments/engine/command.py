@@ -185,11 +185,13 @@ def _state(cls: type[Experiment], form: str, arguments: argparse.Namespace, conf
     if not path.exists():
         return f"{len(keys)} units, none stored"
     stored = load(path)
-    done = stored.done(digest(experiment), code_version(experiment)) & set(keys)
+    valid = stored.done(digest(experiment), code_version(experiment))
+    done, other = valid & set(keys), len(valid - set(keys))
     failed = sum(bool(unit.error) for unit in stored.units.values())
     words = [f"{len(done)} of {len(keys)} stored"]
     words += [f"{failed} failed"] if failed else []
-    old = len(set(stored.units) - done) - failed
+    words += [f"{other} more of other data or choices"] if other else []  # such as tables that are not in the folder
+    old = len(stored.units) - len(valid) - failed
     return ", ".join(words + ([f"{old} out of date"] if old else []))
 
 

@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Results go to stdout. Progress, warnings, errors, and what the user's own code prints go to stderr.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if any("\0" in word for word in words):
+        return _failed("an argument has a NUL character, which no path or name has; leave it out.", FAILED)
     arguments = _parser().parse_args(words, Namespace(words=words))
     try:
         with working_folder_first(), redirect_stdout(sys.stderr), warnings_in_a_line():
@@ -81,6 +83,8 @@ class _Parser(ArgumentParser):
     """A parser that takes ``@FILE`` for the words in a file, with quotes and comments as in a shell."""
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        if "\0" in arg_line:
+            self.error("a file of arguments has a NUL character, which no path or name has; write it as plain text")
         return shlex.split(arg_line, comments=True)
 
 

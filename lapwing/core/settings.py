@@ -6,18 +6,22 @@ rules themselves.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import DataError, LapwingError, UnsupportedError
+from lapwing.errors import CallError, DataError, LapwingError, UnsupportedError
+
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def is_real(value: Any) -> bool:
@@ -79,7 +83,10 @@ POSITIVE_VALUES = Rule(
 )
 PROBABILITY = Rule("a probability between 0 and 1", lambda v: is_real(v) and 0 < v < 1, DataError)
 GENERATOR = Rule("torch.Generator().manual_seed(...), or None", lambda v: isinstance(v, torch.Generator | None))
-PATH = Rule("the path of a file, a str or a pathlib.Path", lambda v: isinstance(v, str | os.PathLike) and str(v))
+PATH = Rule(
+    "the path of a file, a str or a pathlib.Path without NUL characters",
+    lambda v: isinstance(v, str | os.PathLike) and str(v) and "\0" not in str(v),
+)
 KEY = Rule('a key such as "labels", or None', lambda v: isinstance(v, str | None))
 FUNCTION = Rule("a function", lambda v: callable(v) and not isinstance(v, type | torch.nn.Module))
 DATA = Rule(
@@ -150,8 +157,43 @@ def nearest(name: Any, names: Collection[str]) -> str:
     """
     if not isinstance(name, str):
         return ""
-    close = get_close_matches(name.lower().replace("-", "_").replace(" ", "_"), list(names), 1)
+    name = name.lower().replace("-", "_").replace(" ", "_")
+    begun = [each for each in names if len(name) > 2 and each.startswith(name)]
+    close = get_close_matches(name, list(names), 1) or begun
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def refuse_other_arguments(call: Call) -> Call:
+    """Decorate a public function: arguments that do not fit its signature raise ``CallError``, with the nearest name.
+
+    >>> refuse_other_arguments(lambda level: level)(levels=0.9)
+    Traceback (most recent call last):
+    lapwing.errors.CallError: <lambda>() has no argument 'levels'. Did you mean 'level'? It takes level.
+    """
+    signature = inspect.signature(call)
+    names = [name for name in signature.parameters if name != "self"]
+    title = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    open_ended = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            other = [] if open_ended else [name for name in kwargs if name not in names]
+            wrong = (
+                f"has no argument {other[0]!r}.{nearest(other[0], names)}" if other else f"cannot be called: {error}."
+            )
+            raise CallError(f"{title}() {wrong} It takes {', '.join(names) or 'no arguments'}.") from None
+        return call(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def refuse_other_settings(kinds: Iterable[type]) -> None:
+    """Let the constructors of these classes raise ``CallError`` for settings that they do not have."""
+    for kind in set(kinds):
+        kind.__init__ = refuse_other_arguments(kind.__init__)  # type: ignore[misc]
 
 
 def require(given: Any, **rules: Rule) -> None:

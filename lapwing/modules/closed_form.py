@@ -190,7 +190,10 @@ def obstacles(network: Network, components: Sequence[Component]) -> list[str]:
     if any(component.scale for component in components):
         first = network.layout[0]
         if len(network.layout) > 1 or network.selection.index is not None:
-            found.append("the uncertain weights are not those of one layer")
+            found.append(
+                "the uncertain weights are not those of one layer, so that variances are made of gradients of the "
+                "network at every input, which ONNX and torch.export do not record"
+            )
         elif not network.head or network.head != first.weight:
             found.append("the uncertain layer is not known to make the outputs")
         elif type(head_of(network)) is not nn.Linear:

@@ -12,7 +12,7 @@ from lapwing.core.settings import one_of
 from lapwing.errors import UnsupportedError
 from lapwing.modules.closed_form import ClosedForm, Component, head_of, obstacles
 from lapwing.modules.quadratic import NoForm, quadratic_form
-from lapwing.modules.shared import PosteriorModule
+from lapwing.modules.shared import PosteriorModule, captured
 
 RETURNS = ("logits", "probs", "moments")
 
@@ -30,11 +30,15 @@ class Predicting(PosteriorModule):
         super().__init__(fitted, returns)
         self.fitted, self.why = fitted, why
 
+    def extra_repr(self) -> str:
+        return f"cannot be exported: {self.why}"
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if captured():
             raise UnsupportedError(
-                f"this posterior has no closed form to export: {self.why}. Fit with weights=lw.last_layer, a model "
-                "that ends in nn.Linear, and Categorical (links pairwise, probit, bridge), Bernoulli or Gaussian."
+                f"{self.why}; an exported program needs a closed form, and this posterior has none. Fit with "
+                "weights=lw.last_layer, a model that ends in nn.Linear, and Categorical (links pairwise, probit, "
+                "bridge), Bernoulli or Gaussian."
             )
         device = next(self.model.parameters()).device
         if device != self.fitted.base.theta.device:  # the module was moved

@@ -17,7 +17,7 @@ from lapwing.core.images import DIMS, pixels
 from lapwing.core.inputs import Inputs, accepts, call, map_tensors, takes, tensors_in
 from lapwing.core.interrupts import deferred, poll
 from lapwing.core.samples import SampleSet
-from lapwing.core.settings import seen
+from lapwing.core.settings import refuse_other_arguments, seen
 from lapwing.core.switches import LOCK, own_kernels, unfused_attention
 from lapwing.errors import InputError, ModelError
 from lapwing.networks.replica import lent, output_of
@@ -61,9 +61,11 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 def outside_autocast(call: Call) -> Call:
     """Decorate a public function: it runs without autocast, and Ctrl-C is raised where nothing is half done.
 
-    Autocast is for training: sums and factors must keep their dtype.
+    Autocast is for training: sums and factors must keep their dtype. Arguments that the function does not take are
+    refused as in ``refuse_other_arguments``.
     """
 
+    @refuse_other_arguments
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
         with deferred(), ExitStack() as stack:

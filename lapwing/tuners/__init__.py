@@ -4,6 +4,7 @@ There is one class for each tuner, used as ``fit(..., tuner=lw.tuners.FixedPoint
 ``evidence_bound`` is the lower bound that ``MaximiseBound`` maximises. The evidence itself is a method of posteriors.
 """
 
+from lapwing.core.settings import refuse_other_settings
 from lapwing.tuners.budget import Budget
 from lapwing.tuners.evidence import Ascend, MaximiseEvidence
 from lapwing.tuners.fixed_point import FixedPoint, SampleEM
@@ -16,3 +17,8 @@ __all__ = [
     "Ascend", "Budget", "CrossValidated", "FixedPoint", "Grid", "Integrate", "LinearMode", "MaximiseBound",
     "MaximiseEvidence", "SampleEM", "Temperature", "evidence_bound",
 ]  # fmt: skip
+
+refuse_other_settings([
+    Ascend, Budget, CrossValidated, FixedPoint, Grid, Integrate, LinearMode, MaximiseBound, MaximiseEvidence, SampleEM,
+    Temperature,
+])  # fmt: skip

@@ -83,5 +83,5 @@ def test_after_loading(name: str, tmp_path: Path) -> None:
 
 def test_all_weights_are_refused_with_the_reason() -> None:
     module = lw.fit(net(CLASSES), [(X, LABELS)], "classification", prior=0.5).as_module()
-    with pytest.raises(Exception, match=r"no closed form to export.*weights=lw\.last_layer"):
+    with pytest.raises(Exception, match=r"needs a closed form.*weights=lw\.last_layer"):
         torch.onnx.export(module, (X[:5],), dynamo=True, verbose=False)

@@ -77,6 +77,10 @@ def test_the_list_tells_what_is_stored(capsys: pytest.CaptureFixture[str], monke
     assert main(["--list", "--out", "out"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
     assert " ".join(line.split()) == "toy 3 of 4 stored, 1 failed 6 units, none stored a toy"
+    with monkeypatch.context() as patch:  # as where a table is not in the data folder
+        patch.setattr(Toy, "units", lambda self: ("wine/0",))
+        main(["--list", "--out", "out"])
+        assert "1 of 1 stored, 1 failed, 2 more of other data or choices  " in capsys.readouterr().out
     monkeypatch.setattr(Toy, "version", 2, raising=False)
     main(["--list", "--out", "out"])
     assert "0 of 4 stored, 1 failed, 3 out of date" in capsys.readouterr().out

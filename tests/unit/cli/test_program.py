@@ -157,3 +157,12 @@ def test_a_device_that_is_not_there_is_refused(run: Run) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_without_a_gpu_is_refused(run: Run) -> None:
     assert "--device is 'cuda'" in run(f"check {FITTED} --data train.npz --device cuda").error
+
+
+def test_a_nul_in_an_argument_or_in_a_file_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "a\0b"]) == 1
+    words = tmp_path / "words"
+    words.write_text("check a\0b", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main([f"@{words}"])
+    assert capsys.readouterr().err.count("NUL character") == 2

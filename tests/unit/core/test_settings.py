@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lapwing as lw
 from lapwing.core.settings import FLAG, POSITIVE, is_real, require_integer
@@ -85,3 +88,49 @@ def test_settings_of_valla(settings: dict[str, Any], message: str) -> None:
 
 def test_valla_chooses_its_number_of_steps() -> None:
     assert lw.VaLLA(steps=None).steps is None
+
+
+POINTS = torch.zeros(4, 2), torch.zeros(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: lw.fit(nn.Linear(2, 1), [POINTS], "regression", val=[POINTS]), r"fit\(\) has no argument 'val'\. Did "
+         r"you mean 'validation'\? It takes model, data, likelihood, method"),
+        (lambda: lw.fit(nn.Linear(2, 1), [POINTS]), r"fit\(\) cannot be called: .*: 'likelihood'"),
+        (lambda: lw.train(nn.Linear(2, 1), [POINTS], "regression", weight=lw.last_layer), "mean 'weights'"),
+        (lambda: lw.load("net.lapwing", nn.Linear(2, 1), strict=False), r"load\(\) .* It takes path, model\.$"),
+        (lambda: lw.Kron(shareing="reduce"), r"Kron\(\) has no argument 'shareing'\. Did you mean 'sharing'"),
+        (lambda: lw.Gaussian(noise=0.1), "mean 'noise_std'"),
+        (lambda: lw.tuners.FixedPoint(max_step=1), "mean 'max_steps'"),
+        (lambda: lw.compare(None, level=0.9), "no argument 'level'"),
+        (lambda: lw.train_ensemble(nn.Linear(2, 1), [POINTS], "regression", member=2), "mean 'members'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_arguments_that_do_not_exist(call: Callable[[], Any], message: str) -> None:
+    """They are errors of Lapwing and of the type that Python raises; the signature stays visible."""
+    with pytest.raises(lw.errors.CallError, match=message) as error:
+        call()
+    assert isinstance(error.value, (TypeError, lw.LapwingError))
+    assert list(inspect.signature(lw.fit).parameters)[:3] == ["model", "data", "likelihood"]
+    assert "sharing" in inspect.signature(lw.Kron).parameters
+
+
+def test_posteriors_refuse_other_arguments_and_paths_with_nul() -> None:
+    net = nn.Linear(2, 1)
+    posterior = lw.fit(net, [POINTS], lw.Gaussian(noise_std=1.0), prior=1.0)
+    for call, word in ((lambda: posterior.functions(POINTS[0], join=True), "'joint'"),
+                       (lambda: posterior.predict(POINTS[0], sample=3), "'samples'")):  # fmt: skip
+        with pytest.raises(lw.errors.CallError, match=word):
+            call()
+    bad = "net\0.lapwing"
+    for use in (
+        lambda: posterior.save(bad), lambda: lw.load(bad, net), lambda: posterior.report([POINTS], bad),
+        lambda: lw.train(net, [POINTS], "regression", checkpoint=bad),
+        lambda: lw.train(net, [POINTS], "regression", resume=bad),
+        lambda: lw.train_ensemble(net, [POINTS], "regression", members=2, folder=bad),
+    ):  # fmt: skip
+        with pytest.raises(lw.LapwingError, match="without NUL characters"):
+            use()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -115,8 +116,12 @@ def test_others_call_predict_and_say_why_they_cannot_be_exported(name: str) -> N
     for ours, theirs in zip(module(Z), moments(posterior, Z), strict=True):
         assert_near(ours, theirs, 0.0)
     assert_near(posterior.as_module()(Z).softmax(-1), posterior.predict(Z).probs, LIMIT)
-    with pytest.raises(lw.errors.UnsupportedError, match=f"no closed form to export: .*{why}.*weights=lw.last_layer"):
+    with pytest.raises(lw.errors.UnsupportedError, match=f"{why}.*needs a closed form.*weights=lw.last_layer"):
         torch.export.export(module, (Z,))
+    with warnings.catch_warnings(), pytest.raises(lw.errors.UnsupportedError, match=why):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.trace(module, (Z,))
+    assert why in repr(module)
 
 
 def test_a_plain_evaluation_loop() -> None:
