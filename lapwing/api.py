@@ -13,6 +13,7 @@ from torch import nn
 
 from lapwing import files
 from lapwing.core.data import Data
+from lapwing.core.known_rows import KnownRows
 from lapwing.core.processes import Processes, in_all_processes
 from lapwing.core.progress import shows_inner_progress, shows_progress
 from lapwing.core.random import Stream
@@ -47,6 +48,7 @@ from lapwing.training.state import Epoch, State
 from lapwing.tuners.budget import Budget
 from lapwing.tuners.integrate import Integrate
 from lapwing.tuners.protocol import FollowsEvidence, Tuner, applied, checked_tuner
+from lapwing.tuners.reuse import tuned_on, validated
 from lapwing.tuners.verdict import judged
 
 
@@ -117,7 +119,8 @@ def fit(
         A ``Fitted`` posterior: ``predict(x)`` for the predictive over y, ``functions(x)`` for the belief about f(x).
 
     Raises:
-        DataError: If data are empty, not finite, or do not fit the likelihood.
+        DataError: If data are empty, not finite, or do not fit the likelihood, or all validation data are training data
+            (some of them are a ``CalibrationWarning``).
         ModelError: If the model is in training mode, mixes samples, is random, or has no parameters.
         UnsupportedError: If the combination does not exist; the message names the way to get there.
         DivergedError: If the precision has no optimum.
@@ -152,7 +155,7 @@ def fit(
         return replace(each[0], posterior=combined, method=type(chosen).__name__)
     shown = shows_progress(progress) and processes.writes
     device, dtype = device_of(model), arithmetic_of(model)
-    batches = Data(data, device, target_key, shown, processes=processes, dtype=dtype)
+    batches = Data(data, device, target_key, shown, processes=processes, dtype=dtype, sketched=True)
     before = structure_of(unwrapped(model))
     held_out = None if validation is None else batches.beside(validation, "validation")
     if weights is None and isinstance(chosen, SelectsWeights):
@@ -178,17 +181,19 @@ def fit(
         posterior = tuned_by(posterior, tuner, batches)
     elif tuner is not None:
         posterior = applied(tuner, posterior, batches)
+    rows = KnownRows(batches.sketch())
+    reused = validated(rows, held_out) if held_out else tuned_on(rows, given, problem.network, processes)
     if held_out is not None:
-        posterior = Integrate(held_out, None if prior is None else (), training=batches)(posterior)
+        posterior = Integrate(held_out, None if prior is None else ())(posterior)
     elif given is not None and posterior.linearised:
         posterior = judged(posterior, batches)
     elif prior is None and posterior.linearised:
         averaged = method is None and problem.likelihood.has_tails
         others = exact_others(posterior, batches, generator) if averaged else ()
         posterior = Budget(batches, others=others)(posterior)
-    posterior = finished(posterior, batches, held_out)
+    posterior = finished(posterior, batches, held_out, reused.findings)
     fingerprint = Fingerprint.of(posterior.problem.network.model, before)
-    return Fitted(posterior, fingerprint, type(chosen).__name__, why, processes)
+    return Fitted(posterior, fingerprint, type(chosen).__name__, why, processes, reused.rows)
 
 
 @outside_autocast
@@ -249,7 +254,9 @@ def train(
     shown = shows_progress(progress) and processes.writes
     dtype = arithmetic_of(model)
     source = in_steps(data, dtype)
-    batches = Data(source, device, target_key, shown, stream=Stream(0, device), processes=processes, dtype=dtype)
+    batches = Data(
+        source, device, target_key, shown, stream=Stream(0, device), processes=processes, dtype=dtype, sketched=True
+    )
     several = batches.look()[1]
     refuse_other_models(unwrapped(model), processes)
     recipe = online() if recipe is None else recipe
@@ -263,7 +270,8 @@ def train(
     modes = [module.training for module in unwrapped(model).modules()]
     before = structure_of(network.model)
     posterior, state = training.run(network, modes, network.arranging(batches), chosen, recipe, resume, checkpoint)
-    fitted = Fitted(posterior, Fingerprint.of(network.model, before), type(recipe.method).__name__, "", processes)
+    fingerprint, rows = Fingerprint.of(network.model, before), KnownRows(batches.sketch())
+    fitted = Fitted(posterior, fingerprint, type(recipe.method).__name__, "", processes, rows)
     return Trained(network.model, fitted, state.history, state)
 
 
@@ -302,4 +310,5 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
     PATH.check("path", path)
     model = plain_module(model)
     device_of(model)
-    return Fitted(*files.load(path, model))
+    posterior, fingerprint, method, why, rows = files.load(path, model)
+    return Fitted(posterior, fingerprint, method, why, rows=rows)

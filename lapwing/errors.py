@@ -133,7 +133,8 @@ class ProcessError(LapwingError, RuntimeError):
 class CalibrationWarning(UserWarning):
     """A posterior whose predictions cannot be right as they are; the message names the remedy.
 
-    It predicts worse than the plain network, or targets are in other units than those that it was fitted to.
+    It predicts worse than the plain network, targets are in other units than those that it was fitted to, or data were
+    used before.
 
     >>> import warnings
     >>> warnings.simplefilter("error", CalibrationWarning)  # make it an error, for scripts that must not go on

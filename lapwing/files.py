@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lapwing.core.container import read, write
+from lapwing.core.known_rows import KnownRows
 from lapwing.core.schema import UNLIMITED, Later, ListOf, MapOf, Record, Text, Whole
 from lapwing.core.state import Part, State, Unread
 from lapwing.errors import FileError, LapwingError, ModelError, UnsupportedError
@@ -28,6 +29,7 @@ from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
 
 FORMAT = "lapwing-posterior-4"
+Loaded = tuple[Posterior, Fingerprint, str, str, KnownRows]
 PARTS = ("network", "likelihood", "prior", "posterior")
 
 
@@ -38,8 +40,10 @@ class Savable(Protocol):
     def state(self) -> State: ...
 
 
-def save(posterior: Posterior, fingerprint: Fingerprint, method: str, why: str, path: str | Path) -> None:
-    """Write the posterior, its method and why that was chosen; the model itself is not written.
+def save(
+    posterior: Posterior, fingerprint: Fingerprint, method: str, why: str, rows: KnownRows, path: str | Path
+) -> None:
+    """Write the posterior, its method and why that was chosen, and the rows it knows; the model is not written.
 
     The file is written only if ``load`` would read it, and whole or not at all.
     """
@@ -52,6 +56,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, method: str, why: str, 
                 f"the {name} {type(value).__name__} has no file form, a method state(); fit again where it is needed."
             )
         parts[name] = value.state()
+    parts["rows"] = rows.state()
     marks = {**asdict(fingerprint), "quick": ()}
     del marks["structure"]
     settings = {"method": method, "why": why, "fingerprint": marks, "modules": fingerprint.modules}
@@ -65,7 +70,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, method: str, why: str, 
     write(path, state)
 
 
-def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, str, str]:
+def load(path: str | Path, model: nn.Module) -> Loaded:
     """Read a posterior for this model, onto its device and in its dtype; return it with its method and the reason."""
     state = read(path, FORMAT, "posterior")
     model = unwrapped(model)
@@ -80,12 +85,12 @@ def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, st
         raise FileError(f"{path} is damaged: {type(error).__name__}: {error}. Save the posterior again.") from error
 
 
-def _restored(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, str, str]:
+def _restored(state: State, model: nn.Module) -> Loaded:
     """Build the posterior from a state, each part after its values were checked."""
     numbers = ListOf(UNLIMITED, "n")
     fields = state.read(
         method=Text(), why=Text(), modules=MapOf(Text()), settings=Later(MapOf(Text())),
-        **{name: Unread() for name in PARTS},
+        **{name: Unread() for name in PARTS}, rows=Later(Part(KnownRows)),
         fingerprint=Record(
             Fingerprint, names=ListOf(Text(), "n"), shapes=ListOf(ListOf(Whole()), "n"), marks=numbers, norms=numbers,
             quick=ListOf(Text(), 0),
@@ -100,7 +105,8 @@ def _restored(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, s
     likelihood = Part(Likelihood).checked(fields["likelihood"], sizes)
     prior = Part(Prior, network).checked(fields["prior"], sizes)
     posterior = Part(Posterior, Problem(network, likelihood, prior)).checked(fields["posterior"], sizes)
-    return posterior, Fingerprint.of(model, before), fields["method"], fields["why"]
+    rows = fields.get("rows", KnownRows())
+    return posterior, Fingerprint.of(model, before), fields["method"], fields["why"], rows
 
 
 def _moved(state: State, device: torch.device) -> State:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing import files
+from lapwing.core.known_rows import KnownRows
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.progress import shows_progress
 from lapwing.core.settings import GENERATOR, PATH, usable_device
@@ -34,6 +35,7 @@ from lapwing.report.reports import Reports
 from lapwing.sampling import Draws
 from lapwing.tuners.evidence import MaximiseEvidence
 from lapwing.tuners.protocol import Tuner, applied
+from lapwing.tuners.reuse import tuned_on, with_findings
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,6 +56,7 @@ class Fitted(Draws, Linearises, Reports):
     method: str = ""  # the name of the method that was used
     why: str = ""  # the reason for the method, if ``Auto`` chose it
     processes: Processes = ALONE  # those that fitted it together
+    rows: KnownRows = KnownRows()  # sketches of the data that it was fitted to and validated on
 
     def __repr__(self) -> str:
         return f"<Fitted: {self.method}, {self.network.selection.size:,} weights, {self._numbers()}>"
@@ -145,7 +148,9 @@ class Fitted(Draws, Linearises, Reports):
         self._unchanged()
         chosen = MaximiseEvidence() if tuner is None else tuner
         with self.processes.together():
-            return replace(self, posterior=applied(chosen, self.base, processes=self.processes))
+            tuned = applied(chosen, self.base, processes=self.processes)
+            reused = tuned_on(self.rows, chosen, self.network, self.processes)
+            return replace(self, posterior=with_findings(tuned, reused.findings), rows=reused.rows)
 
     @outside_autocast
     @torch.inference_mode(False)  # as for fit
@@ -190,10 +195,12 @@ class Fitted(Draws, Linearises, Reports):
         GENERATOR.check("generator", generator)
         shown = shows_progress(progress) and self.processes.writes
         options: dict[str, Any] = {"target_key": target_key, "progress": shown, "processes": self.processes}
+        options["sketched"] = True
         more = self.network.reading(data, "new data", **options)
         updatable = required(self.posterior, Updatable, SUM, self.method)
         with self.processes.together():
-            return replace(self, posterior=updatable.updated(more, generator))
+            rows = self.rows.with_training(more.sketch())
+            return replace(self, posterior=updatable.updated(more, generator), rows=rows)
 
     @outside_autocast
     def effective_parameters(self) -> EffectiveParameters:
@@ -322,7 +329,7 @@ class Fitted(Draws, Linearises, Reports):
             with self.processes.together():
                 self.posterior.state()  # its products over the data need all processes
         if self.processes.writes:
-            files.save(self.posterior, self.fingerprint, self.method, self.why, path)
+            files.save(self.posterior, self.fingerprint, self.method, self.why, self.rows, path)
 
 
 def _first_three(values: Tensor) -> str:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lapwing.core.batches import Batch
 from lapwing.core.data import Data
 from lapwing.core.processes import Processes
-from lapwing.core.trace import Trace
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
 from lapwing.methods.diagonal import Diagonal
@@ -33,6 +32,7 @@ from lapwing.registry import Auto, named, prior_given
 from lapwing.tuners.evidence import MaximiseEvidence, start_near_optimum
 from lapwing.tuners.fixed_point import SampleEM
 from lapwing.tuners.protocol import FollowsEvidence, Tuner, applied
+from lapwing.tuners.reuse import with_findings
 
 LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
 MEMORY = 2**30  # bytes of the rows of a Jacobian for it
@@ -158,14 +158,10 @@ def exact_others(posterior: Any, data: Data, generator: torch.Generator | None) 
     return (tuned_by(method.fit(problem, data, generator), None, data),)
 
 
-def finished(posterior: Any, data: Data, held_out: Data | None) -> Any:
-    """Return the posterior with the remarks on the data of all processes after those of its tuner."""
+def finished(posterior: Any, data: Data, held_out: Data | None, more: tuple[str, ...] = ()) -> Any:
+    """Return the posterior with the remarks on the data of all processes, and ``more``, after those of its tuner."""
     processes = data.processes
     for each in () if processes.alone else getattr(posterior, "members", (posterior,)):  # those of a mixture
         each.prepare()  # so that a process can predict without the others
-    remarks = processes.every((*data.findings, *(held_out.findings if held_out else ())))
-    findings = tuple(dict.fromkeys(remark for each in remarks for remark in each))
-    if not findings:
-        return posterior
-    trace = Trace("") if posterior.trace is None else posterior.trace
-    return posterior.with_trace(replace(trace, findings=(*trace.findings, *findings)))
+    remarks = processes.every((*data.findings, *(held_out.findings if held_out else ()), *more))
+    return with_findings(posterior, tuple(dict.fromkeys(remark for each in remarks for remark in each)))

@@ -231,6 +231,15 @@ def loaded(make: Callable[[Share, Dataset[Any]], Any], **settings: Any) -> Calla
     return run
 
 
+def known_rows(share: Share) -> Result:
+    """The sketch of the rows of all processes, of which one is in two of them."""
+    x = torch.cat([torch.arange(20.0), torch.zeros(1)])[:, None].double()
+    data = lw.core.data.Data(share.batches(x, x) or [], torch.device("cpu"), processes=Processes.of(share.group))
+    sketch = data.sketch()
+    assert sketch is not None
+    return {"marks": (sketch.marks >> 1).double(), "repeats": (sketch.marks & 1).double(), "rows": sketch.rows}
+
+
 def ordered(share: Share) -> lw.samples.Part:
     return lw.samples.Part(range(22), share.group)
 
@@ -377,6 +386,7 @@ EXACT = {  # sums and what follows from them in closed form: 1e-10
     "ekron, 2 data": fitted(lw.EKron(), n=2, prior=1.0),
     "diagonal": fitted(lw.Diagonal(), prior=1.0),
     "full": fitted(lw.Full(), prior=1.0),
+    "known rows": known_rows,
     "full, 2 data": fitted(lw.Full(), n=2, prior=1.0),
     "hessian": fitted(lw.Full(curvature="hessian"), prior=50.0),
     "kernel": fitted(lw.KernelSpace(), prior=1.0),

@@ -15,6 +15,7 @@ from torch import Tensor
 from lapwing.core.batches import Batch, digest
 from lapwing.core.inputs import SampleRows, check_finite, moved, placed, take, tensors_in
 from lapwing.core.interrupts import at_once
+from lapwing.core.known_rows import RowSketch, Sketching
 from lapwing.core.parts import Share, refuse_copies, share_of
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.progress import ProgressBar
@@ -61,6 +62,7 @@ class Data:
     processes: Processes = ALONE  # those that read the other parts
     arranged: Callable[[Batch], Batch] | None = None  # applied to every batch, see ``Network.arranging``
     dtype: torch.dtype | None = None  # of the tensors that arrays of inputs become; None refuses arrays
+    sketched: bool = False  # whether the first complete pass leaves a sketch of its rows in ``readings``
 
     def __post_init__(self) -> None:
         KEY.check("target_key", self.target_key)
@@ -76,8 +78,20 @@ class Data:
     def beside(self, source: Iterable[Any], name: str) -> Data:
         """Return other data, read in the same way and by the same processes."""
         return Data(
-            source, self.device, self.target_key, self.progress, name, processes=self.processes, dtype=self.dtype
-        )
+            source, self.device, self.target_key, self.progress, name, processes=self.processes, dtype=self.dtype,
+            sketched=self.sketched,
+        )  # fmt: skip
+
+    def sketch(self) -> RowSketch | None:
+        """Return the sketch of the rows of all processes; None if they cannot be compared. Read the data if needed."""
+        if self.readings.sketching is None:
+            for _ in replace(self, sketched=True, arranged=None).batches("", weighted=True):
+                pass
+        assert self.readings.sketching is not None
+        sketch = self.readings.sketching.value()
+        if not self.processes.all(sketch is not None):
+            return None
+        return None if sketch is None else sketch.everywhere(self.processes)
 
     @property
     def weighted(self) -> bool:
@@ -95,6 +109,7 @@ class Data:
         Data with weights are refused unless the caller is ``weighted``: it uses them, or needs none.
         """
         reading = None if self.in_memory else Reading()
+        sketching = Sketching() if self.sketched and self.readings.sketching is None else None
         rows, share = 0, self.share
         items = ProgressBar(self.source, label, visible=True) if self.progress and label else self.source
         for position, item in enumerate(self._read(items)):
@@ -109,6 +124,8 @@ class Data:
                 if not batch.n_samples:
                     continue
             rows += batch.n_samples
+            if sketching is not None:
+                sketching.add(batch.inputs, batch.targets, batch.n_samples)
             if reading is not None:
                 leaves = (leaf for _, leaf in placed(batch.inputs) if isinstance(leaf, Tensor))
                 tensors = (*leaves, batch.targets, batch.weights)
@@ -119,6 +136,8 @@ class Data:
             raise DataError(
                 f"{self.name} is empty: no batch was yielded; expected at least one with rows, (inputs, targets)."
             )
+        if sketching is not None:
+            self.readings.sketching = sketching
         if reading is not None:
             self.readings.add(reading)
             self._refuse_other()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lapwing.core.known_rows import Sketching
 from lapwing.core.random import normal
 
 TOLERANCE = 1e-9  # relative gap between two sums of the same rows in another order
@@ -78,6 +79,7 @@ class Readings:
     difference: str = ""  # of a later pass to the first, in words
     weighted: bool = False  # whether a batch had weights
     compared: bool = False  # whether the first passes of several processes were compared
+    sketching: Sketching | None = None  # the rows of the first complete pass, if they were to be kept
 
     def add(self, reading: Reading) -> None:
         """Keep the first pass, and how a later one differs from it."""

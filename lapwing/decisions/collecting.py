@@ -5,6 +5,7 @@ A loader that shuffles gives other rows at the next pass, so predictions and tar
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,12 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from lapwing.core.batches import Batch, merged
 from lapwing.core.data import Data
 from lapwing.core.inputs import Inputs, as_tensors
+from lapwing.core.known_rows import KnownRows, Remark, RowSketch
 from lapwing.core.progress import shows_progress
 from lapwing.core.settings import DATA, seen
 from lapwing.core.sources import is_pair, refuse_unequal
 from lapwing.core.streams import InputStream, has_places, is_loader
-from lapwing.errors import DataError, UnsupportedError
+from lapwing.errors import CalibrationWarning, DataError, UnsupportedError
 from lapwing.networks.network import Network
 from lapwing.predictives.scoring import Scoring
 from lapwing.problem import named_targets
@@ -54,13 +56,43 @@ def labelled(posterior: Any, batch: Batch, name: str) -> Labelled:
     return Labelled(batch.inputs, y, ~likelihood.ignored(y))
 
 
-def batches_of(
-    network: Network, data: Iterable[Any], name: str, target_key: str | None, progress: bool | None
-) -> Iterator[Batch]:
-    """Yield the batches of a loader, small ones joined as one pass of the network takes them."""
+def source_of(network: Network, data: Iterable[Any], name: str, target_key: str | None, progress: bool | None) -> Data:
+    """Return the data of a decision, whose pass leaves a sketch of the rows."""
     DATA.check(name, data)
-    source = Data(data, network.device, target_key, shows_progress(progress), name, dtype=network.arithmetic)
-    return merged(source.batches(name), network.joined)
+    shown = shows_progress(progress)
+    return Data(data, network.device, target_key, shown, name, dtype=network.arithmetic, sketched=True)
+
+
+def batches_of(network: Network, source: Data) -> Iterator[Batch]:
+    """Yield the batches of a loader, small ones joined as one pass of the network takes them."""
+    return merged(source.batches(source.name), network.joined)
+
+
+def refuse_reused(posterior: Any, data: RowSketch | None, name: str, of_inputs: bool = False) -> None:
+    """Warn if some of the calibration data were used before, with their share; raise if all were.
+
+    A decision records nothing, so that the same data may serve several decisions.
+
+    Raises:
+        DataError: If all rows are training or validation data of the posterior.
+    """
+    for remark in _remarks(posterior, data, name, "The guarantee does not hold for such data.", of_inputs):
+        if remark.whole:
+            raise remark.refused()
+        warnings.warn(remark.text, CalibrationWarning, stacklevel=6)
+
+
+def warn_reused(posterior: Any, data: RowSketch | None, name: str) -> None:
+    """Warn if some of the data of a score were used before: it is not that of new data."""
+    for remark in _remarks(posterior, data, name, "Scores of new data are worse than these."):
+        warnings.warn(remark.text, CalibrationWarning, stacklevel=6)
+
+
+def _remarks(
+    posterior: Any, data: RowSketch | None, name: str, remedy: str, of_inputs: bool = False
+) -> Iterator[Remark]:
+    rows: KnownRows = getattr(posterior, "rows", KnownRows())  # a posterior of the user's own may have none
+    return rows.remarks(data, name, remedy, of_inputs)
 
 
 def rows_of(
@@ -71,26 +103,32 @@ def rows_of(
     name: str = "calibration",
     target_key: str | None = None,
     progress: bool | None = None,
+    calibrates: bool = True,
 ) -> tuple[Tensor, Scoring]:
     """Return ``number(predictive, batch)`` of all batches, joined along the rows, on the CPU, and the kind of targets.
 
-    One pass. Inputs whose target is ignored are left out.
+    One pass. Inputs whose target is ignored are left out. Data that calibrate must not all have been used before.
 
     Raises:
         UnsupportedError: If the network has an output for each token or pixel.
-        DataError: If data are empty, or every target is ignored.
+        DataError: If data are empty, every target is ignored, or all data of a calibration were used before.
     """
     posterior._unchanged()
     refuse_tokens(posterior.network, name)
     rows: list[Tensor] = []
     with torch.no_grad():
-        for batch in batches_of(posterior.network, data, name, target_key, progress):
+        source = source_of(posterior.network, data, name, target_key, progress)
+        for batch in batches_of(posterior.network, source):
             each = labelled(posterior, batch, name)
             known = each.known.flatten(1).all(1) if each.known.ndim > 1 else each.known
             predictive = posterior.posterior.predict(each.inputs)
             scoring = predictive.scoring
             values = number(predictive, each)
             rows.append(values[known.to(values.device)].cpu())
+    if calibrates:
+        refuse_reused(posterior, source.sketch(), f"{name} data")
+    else:
+        warn_reused(posterior, source.sketch(), name)
     joined = torch.cat(rows)
     if not len(joined):
         raise DataError(f"{name}: every target is ignored; expected at least one that is not.")

@@ -107,7 +107,7 @@ class Calibrated(Protocol):
             return inside(predictive, batch, self.limits(members, len(batch.targets)))
 
         given = self.groups if groups is None and callable(self.groups) else groups
-        rows, numbers, _ = grouped_rows(self.posterior, data, number, given, name="data", **keys)
+        rows, numbers, _ = grouped_rows(self.posterior, data, number, given, name="data", calibrates=False, **keys)
         share, count = float(rows[:, 0].mean()), len(rows)
         each = [] if numbers is None else numbers.unique().tolist()
         by_group = {int(group): float(rows[numbers == group, 0].mean()) for group in each}

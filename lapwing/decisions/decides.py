@@ -26,7 +26,9 @@ class Decides(Protocol):
 
     ``Fitted`` inherits from it. Calibration data must be drawn like the data that decisions are made for, and must not
     have been used before: not for training, not as ``validation=`` of ``fit``, not to choose between posteriors. Every
-    guarantee below is void otherwise, and under a shift of the data.
+    guarantee below is void otherwise, and under a shift of the data. A posterior keeps a sketch of the rows of its
+    training and validation data: where some of the calibration data are among them, a ``CalibrationWarning`` says their
+    share, and where all are, the decision is refused. Scores of such data are a warning.
     """
 
     posterior: Any  # the posterior of the method
@@ -167,15 +169,17 @@ class Decides(Protocol):
             ``ConformalSets`` or ``ConformalIntervals``, with ``predict(x)`` and ``coverage(data)``.
 
         Raises:
-            DataError: If there are too few calibration data for the level; the message says how many it takes.
+            DataError: If there are too few calibration data for the level; the message says how many it takes. Also if
+                all of them are training or validation data.
             UnsupportedError: If the score does not fit the likelihood, or outputs are for tokens, pixels or labels.
 
         Cost: the predictions at the calibration data.
 
         >>> import lapwing as lw
         >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)
-        >>> data = [(x, (x[:, 0] > 0.1).long())]
-        >>> sets = lw.fit(torch.nn.Linear(1, 2), data, "classification").conformal(data, level=0.9)
+        >>> y = (x[:, 0] > 0.1).long()
+        >>> posterior = lw.fit(torch.nn.Linear(1, 2), (x[::2], y[::2]), "classification")
+        >>> sets = posterior.conformal((x[1::2], y[1::2]), level=0.9)
         >>> sets.predict(x).members.shape
         torch.Size([60, 2])
         """
@@ -221,18 +225,19 @@ class Decides(Protocol):
             An ``Abstention``: ``answers(x)``, ``threshold``, ``share``, ``curve`` and ``area``.
 
         Raises:
-            DataError: If no threshold satisfies the bound; the message says the smallest risk that one does.
+            DataError: If no threshold satisfies the bound; the message says the smallest risk that one does. Also if
+                all calibration data are training or validation data.
             UnsupportedError: If outputs are for tokens or pixels, or ``tolerance`` is missing or does not fit.
 
         Cost: the predictions at the calibration data.
 
         >>> import lapwing as lw
         >>> x = torch.linspace(-1, 1, 400).unsqueeze(1)
-        >>> data = [(x, (x[:, 0] > 0).long())]
-        >>> net = torch.nn.Linear(1, 2)
+        >>> y, net = (x[:, 0] > 0).long(), torch.nn.Linear(1, 2)
         >>> with torch.no_grad():
         ...     _ = net.weight.copy_(torch.tensor([[-9.0], [9.0]])), net.bias.zero_()
-        >>> rule = lw.fit(net, data, "classification").abstain(data, risk=0.05)
+        >>> posterior = lw.fit(net, (x[::2], y[::2]), "classification")
+        >>> rule = posterior.abstain((x[1::2], y[1::2]), risk=0.05)
         >>> rule.answers(x).answered.shape
         torch.Size([400])
         """
@@ -274,15 +279,16 @@ class Decides(Protocol):
             A ``Detector``: ``flags(x)``, ``score(x)``, ``p_values(x)`` and ``threshold``.
 
         Raises:
-            DataError: If there are too few calibration data for the rate; the message says how many it takes.
+            DataError: If there are too few calibration data for the rate; the message says how many it takes. Also if
+                all their inputs are those of training or validation data.
             UnsupportedError: If outputs are for tokens or pixels, or all scores are equal for want of error bars.
 
         Cost: the predictions at the calibration data; with "mutual_information" some tens of these for a mixture.
 
         >>> import lapwing as lw
         >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)
-        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression")
-        >>> posterior.ood([(x, x)]).flags(torch.tensor([[0.0], [99.0]]))
+        >>> posterior = lw.fit(torch.nn.Linear(1, 1), (x[::2], x[::2]), "regression")
+        >>> posterior.ood(x[1::2]).flags(torch.tensor([[0.0], [99.0]]))
         tensor([False,  True])
         """
         return detector_of(self, calibration, by=by, rate=rate, target_key=target_key, progress=progress)

@@ -15,7 +15,7 @@ from lapwing.core.batches import Batch
 from lapwing.core.memory import fitting
 from lapwing.core.random import independent_generator
 from lapwing.core.settings import GENERATOR, PROBABILITY, integer
-from lapwing.decisions.collecting import batches_of, labelled
+from lapwing.decisions.collecting import batches_of, labelled, source_of, warn_reused
 from lapwing.errors import DataError
 from lapwing.metrics.resampling import ScoreInterval, resampled_weights
 from lapwing.posteriors.point import PointPosterior
@@ -110,9 +110,12 @@ def scored(
     for fitted, _ in posteriors.values():
         fitted._unchanged()
     with torch.no_grad():
-        for batch in batches_of(first.network, data, "data", target_key, progress):
+        source = source_of(first.network, data, "data", target_key, progress)
+        for batch in batches_of(first.network, source):
             for name, (fitted, predicts) in posteriors.items():
                 gathered[name].add(fitted, predicts, batch, level)
+    for fitted in {id(fitted): fitted for fitted, _ in posteriors.values()}.values():
+        warn_reused(fitted, source.sketch(), "data")
     return {name: each.value(name) for name, each in gathered.items()}
 
 

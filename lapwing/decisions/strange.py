@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lapwing.core.inputs import Inputs
+from lapwing.core.known_rows import Sketching
 from lapwing.core.settings import PROBABILITY, one_of
-from lapwing.decisions.collecting import input_batches, one_or_loader, refuse_tokens
+from lapwing.decisions.collecting import input_batches, one_or_loader, refuse_reused, refuse_tokens
 from lapwing.errors import DataError, UnsupportedError
 
 SCORES = ("entropy", "mutual_information", "variance")  # under the whole posterior
@@ -67,7 +68,9 @@ def detector_of(
     chosen = default_score(posterior) if by is None else by
     one_of((*SCORES, BASE)).check("by", chosen)
     given = one_or_loader(posterior.network, calibration)
-    scores = scores_of(posterior, given, chosen, target_key, progress).sort().values
+    sketching = Sketching()
+    scores = scores_of(posterior, given, chosen, target_key, progress, sketching).sort().values
+    refuse_reused(posterior, sketching.value(), "calibration inputs", of_inputs=True)
     if not flagged_ranks(len(scores), rate):
         raise DataError(
             f"{len(scores)} calibration data; expected at least {fewest(rate)} for "
@@ -119,12 +122,19 @@ def fewest(rate: float) -> int:
     return count
 
 
-def scores_of(posterior: Any, x: Inputs, by: str, target_key: str | None, progress: bool | None) -> Tensor:
-    """Return the score of every input of a batch or a loader, (B,) in float64 on the CPU."""
+def scores_of(
+    posterior: Any, x: Inputs, by: str, target_key: str | None, progress: bool | None,
+    sketching: Sketching | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the score of every input of a batch or a loader, (B,) in float64 on the CPU; add them to a sketch."""
     refuse_tokens(posterior.network, "ood")
     posterior._unchanged()
+    parts = []
     with torch.no_grad():
-        parts = [_scores(posterior, batch, by) for batch in input_batches(posterior, x, target_key, progress)]
+        for batch in input_batches(posterior, x, target_key, progress):
+            parts.append(_scores(posterior, batch, by))
+            if sketching is not None:
+                sketching.add(batch, None, len(parts[-1]))
     return torch.cat(parts)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.decisions.collecting import batches_of, labelled
+from lapwing.decisions.collecting import batches_of, labelled, source_of
 from lapwing.report.verdict import percent
 
 SHOWN = 8  # inputs in the table
@@ -49,7 +49,8 @@ def look(posterior: Any, data: Iterable[Any], target_key: str | None, progress: 
     line: list[tuple[Tensor, Tensor]] = []
     count, measure, column = 0, "", ""
     with torch.no_grad():
-        for batch in batches_of(posterior.network, data, "data", target_key, progress):
+        source = source_of(posterior.network, data, "data", target_key, progress)
+        for batch in batches_of(posterior.network, source):
             each = labelled(posterior, batch, "data")
             predictive = posterior.posterior.predict(each.inputs)
             measure, column, uncertainty = _uncertainty(predictive)

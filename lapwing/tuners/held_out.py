@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -75,6 +75,11 @@ class Grid:
     precisions: Sequence[float] = PRECISIONS
     metric: Metric = nll
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are held-out data."""
+        return self.data != EVIDENCE
+
     def __post_init__(self) -> None:
         evidence = Rule(f"{EVIDENCE!r}", lambda v: v == EVIDENCE)
         require(self, data=DATA | evidence, precisions=POSITIVE_VALUES, metric=METRIC)
@@ -125,6 +130,8 @@ class CrossValidated:
     metric: Metric = nll
     folds: int = 5
     one_error: bool = False
+
+    holds_out: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(self, data=DATA, precisions=POSITIVE_VALUES, metric=METRIC, one_error=FLAG)
@@ -179,6 +186,8 @@ class Temperature:
     data: Iterable[Any] | Data
     temperatures: Sequence[float] = TEMPERATURES
     metric: Metric = nll
+
+    holds_out: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(self, data=DATA, temperatures=POSITIVE_VALUES, metric=METRIC)

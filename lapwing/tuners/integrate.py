@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lapwing.core.data import Data
-from lapwing.core.inputs import placed, tensors_in
 from lapwing.core.settings import DATA, NONE, POSITIVE_VALUES, Rule, require
 from lapwing.core.trace import Trace
 from lapwing.posteriors.mixture import MixturePosterior
@@ -27,8 +26,6 @@ from lapwing.tuners.cells import (
 
 FOLDS = 5
 EDGE = 0.1  # weight of the first or last value of a grid from which it is worth a remark
-WORDS = 1024  # samples that are turned into words at a time
-REPEATED = 0.1  # share of validation inputs that are training inputs too
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +49,6 @@ class Integrate:
         ratios: Multiples of the present precision; by default half-decades from 0.1 to 1e5 (1e-3 to 1e4 for Gaussian
             noise). An empty tuple keeps the prior, and varies temperature or noise only.
         temperatures: Softmax temperatures to try, in rising order.
-        training: The training data, to notice validation data that are among them; ``fit`` sets it.
 
     Raises:
         UnsupportedError: If a setting is out of range.
@@ -71,17 +67,14 @@ class Integrate:
     data: Iterable[Any] | Data
     ratios: Sequence[float] | None = None
     temperatures: Sequence[float] = TEMPERATURES
-    training: Data | None = None
 
     follows_evidence: ClassVar[bool] = True
+    holds_out: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         none = Rule("an empty tuple", lambda v: isinstance(v, tuple | list) and not v)
         ratios = POSITIVE_VALUES | none | NONE
-        require(self, data=DATA, ratios=ratios, temperatures=POSITIVE_VALUES, training=DATA | NONE)
-
-    def with_data(self, data: Data) -> Integrate:
-        return self if self.training is not None else replace(self, training=data)
+        require(self, data=DATA, ratios=ratios, temperatures=POSITIVE_VALUES)
 
     def __call__(self, posterior: Any) -> MixturePosterior:
         """Return the mixture."""
@@ -96,34 +89,10 @@ class Integrate:
         grid = thinned(grid, scores, counts)
         weights = mixture_weights(grid.log_prior, scores, counts)
         compared, worse = compared_scores(grid, scores, counts)
-        findings = (*worse, *_edges(grid, weights), *self._repeated(data))
+        findings = (*worse, *_edges(grid, weights))
         mixture = MixturePosterior.of(grid.bases, grid.beliefs, grid.cells, weights)
         trace = Trace("Integrate", "cross-validated NLL", findings=findings, scores=compared, scored_on="validation")
         return mixture.with_trace(trace.after(base.trace))
-
-    def _repeated(self, data: Data) -> tuple[str, ...]:
-        """Return a remark if validation inputs are among the training inputs."""
-        if self.training is None:
-            return ()
-        marks = [_marks(batch.inputs) for batch in data.batches("comparing data", weighted=True)]
-        everywhere = data.processes.gather(torch.cat(marks) if marks else None)
-        assert everywhere is not None
-        rows, counts = everywhere.unique(return_counts=True)
-        if not len(rows):
-            return ()
-        repeated = torch.zeros_like(rows)
-        for batch in self.training.batches("comparing data", weighted=True):
-            own = _marks(batch.inputs)
-            place = torch.searchsorted(rows, own).clamp_max(len(rows) - 1)
-            repeated[place[rows[place] == own]] = 1
-        (repeated,) = data.processes.sum([repeated])  # a row may be among the training data of any process
-        share = float(counts[repeated > 0].sum() / counts.sum())
-        if share < REPEATED:
-            return ()
-        return (
-            f"{share:.0%} of the validation inputs are training inputs too: the network knows their targets, and the "
-            "error bars come out too narrow. Use data that were held out of training.",
-        )
 
 
 def compared_scores(grid: CellGrid, scores: Tensor, counts: Tensor) -> tuple[dict[str, float], tuple[str, ...]]:
@@ -179,23 +148,3 @@ def _edges(grid: CellGrid, weights: Tensor) -> tuple[str, ...]:
                 "from calibrated than the grid reaches. Try Integrate(data, temperatures=...) further out."
             )
     return tuple(findings)
-
-
-def _marks(inputs: Any) -> Tensor:
-    """Return a number for every sample of the inputs, the same for the same bytes; none where samples are no rows.
-
-    It is the product of the words of a sample with fixed random numbers, modulo 2⁶⁴: two different samples have the
-    same number with a probability below one in a billion.
-    """
-    tensors = [tensor.detach() for tensor in tensors_in(inputs) if tensor.ndim]
-    if not tensors or not all(isinstance(leaf, Tensor) for _, leaf in placed(inputs)):
-        return torch.empty(0, dtype=torch.long)
-    size, total = len(tensors[0]), torch.zeros(len(tensors[0]), dtype=torch.long)
-    for number, tensor in enumerate(tensor for tensor in tensors if len(tensor) == size and tensor.numel()):
-        words = tensor.reshape(size, -1).contiguous().view(torch.uint8).cpu()
-        words = words.view(torch.int32) if words.shape[1] % 4 == 0 else words
-        generator = torch.Generator().manual_seed(number)
-        pattern = torch.randint(-(2**63), 2**63 - 1, (words.shape[1],), generator=generator) | 1
-        for rows, part in zip(total.split(WORDS), words.split(WORDS), strict=True):
-            rows += (part.long() * pattern).sum(1)
-    return total

@@ -49,6 +49,16 @@ class FollowsEvidence(Protocol):
     def follows_evidence(self) -> bool: ...
 
 
+@runtime_checkable
+class HoldsOut(Protocol):
+    """A tuner with held-out data: ``data``, if ``holds_out``."""
+
+    data: Any
+
+    @property
+    def holds_out(self) -> bool: ...
+
+
 def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
     """Return the tuner, with the data of the fit if it needs some and has none; raise for names and classes."""
     if isinstance(tuner, type):

@@ -71,7 +71,7 @@ def test_forms_of_one_data_set(form: str) -> None:
 
 @cache
 def posterior() -> lw.Fitted:
-    return lw.fit(net(), [(X, Y)], "classification", prior=1.0)
+    return lw.fit(net(), [(X + 1, Y)], "classification", prior=1.0)
 
 
 def probs(fitted: lw.Fitted) -> Tensor:
@@ -80,7 +80,7 @@ def probs(fitted: lw.Fitted) -> Tensor:
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "fit": lambda data: probs(lw.fit(net(), data, "classification", prior=1.0)),
-    "validation": lambda data: probs(lw.fit(net(), [(X, Y)], "classification", prior=1.0, validation=data)),
+    "validation": lambda data: probs(lw.fit(net(), [(X + 1, Y)], "classification", prior=1.0, validation=data)),
     "train": lambda data: probs(lw.train(net(), data, "classification", recipe=lw.recipes.online(2)).posterior),
     "updated": lambda data: probs(posterior().updated(data)),
     "tuner": lambda data: probs(posterior().tuned(lw.tuners.Grid(data, precisions=(0.5, 2.0)))),

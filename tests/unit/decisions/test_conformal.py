@@ -148,7 +148,8 @@ def test_one_binary_label_has_sets_of_two_classes() -> None:
     x, y = classes(200, generator(15))
     model = nn.Linear(2, 1).double()
     posterior = lw.fit(model, [(x, (y == 0).double())], lw.Bernoulli(), method=lw.Full(), prior=1.0)
-    assert posterior.conformal([(x, (y == 0).double())], LEVEL).predict(x[:5]).members.shape == (5, 2)
+    new, labels = classes(200, generator(16))
+    assert posterior.conformal([(new, (labels == 0).double())], LEVEL).predict(x[:5]).members.shape == (5, 2)
 
 
 @cache

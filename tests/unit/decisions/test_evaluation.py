@@ -442,7 +442,8 @@ def test_plain_networks_of_several_models_and_one_with_a_temperature_have_names_
     given = {"full": classifier(), "again": classifier(), "other": other}
     table = lw.evaluate(given, [(x, y)], resamples=5)
     assert {row.name for row in table.rows} == {*given, "plain network of full", "plain network of other"}
-    scaled = lw.fit(model, [(x, y)], "classification", method=lw.baselines.MapOnly(), validation=[(x, y)])
+    held_out = [classes(40, generator(15))]
+    scaled = lw.fit(model, [(x, y)], "classification", method=lw.baselines.MapOnly(), validation=held_out)
     table = lw.evaluate({"scaled": scaled}, [(x, y)], resamples=5)
     assert {row.name: row.weights for row in table.rows} == {"scaled": 0, "plain network": 0}
     plain = lw.fit(model, [(x, y)], "classification", method=lw.baselines.MapOnly())

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.core.data import Data
 from lapwing.posteriors.mixture import MixturePosterior
-from lapwing.tuners.integrate import Integrate
 from tests.tolerances import assert_close
 
 D = torch.float64
@@ -39,7 +38,6 @@ KINDS = ("classification", "binary", "multilabel", "regression", "counts", "hete
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_prior_times_likelihood_of_the_validation_data(kind: str) -> None:
-    from lapwing.core.data import Data
     from lapwing.tuners.cells import TEMPERATURES, grid_of, log_scores, mixture_weights
 
     net, training, validation = problem(kind)
@@ -123,29 +121,6 @@ def test_methods_with_and_without_a_precision(method: Any) -> None:
     mixture = lw.fit(net, training, "classification", method=method, prior=1.0).tuned(lw.tuners.Integrate(validation))
     assert isinstance(mixture.posterior, MixturePosterior)
     assert bool(torch.isfinite(mixture.predict(validation[0]).log_prob(validation[1])).all())
-
-
-def test_validation_data_among_the_training_data_are_noticed() -> None:
-    net, training, _ = problem("classification")
-    posterior = lw.fit(net, training, "classification", tuner=lw.tuners.Integrate((training[0][:20], training[1][:20])))
-    assert any("100% of the validation inputs are training inputs too" in each for each in posterior.trace.findings)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.uint8])
-def test_the_share_of_validation_inputs_among_the_training_inputs(dtype: torch.dtype) -> None:
-    """Three of eight rows, one of them twice, however the batches are cut; the last two tensors belong to all rows."""
-    x = torch.randint(0, 100, (40, 3), generator=torch.Generator().manual_seed(0)).to(dtype)
-    x[:, 0] = torch.arange(40).to(dtype)
-    y, shared = torch.zeros(40), torch.ones(5)
-    inputs = lambda part: (part, shared, torch.tensor(1.0))
-    training = [(inputs(x[a:b]), y[a:b]) for a, b in ((0, 7), (7, 20), (20, 30))]
-    validation = torch.cat([x[[3, 25, 3]], x[35:40]])
-    held_out = Data([(inputs(validation[:2]), y[:2]), (inputs(validation[2:]), y[:6])], torch.device("cpu"))
-    remarks = Integrate(held_out, training=Data(training, torch.device("cpu")))._repeated(held_out)
-    assert "38% of the validation inputs" in remarks[0]
-    assert not Integrate(held_out, training=Data(training[:1], torch.device("cpu")))._repeated(
-        Data([(inputs(x[35:40]), y[:5])], torch.device("cpu"))
-    )
 
 
 def test_a_plain_network_that_is_better_is_said_to_be() -> None:
