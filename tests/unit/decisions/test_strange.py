@@ -82,22 +82,23 @@ def test_the_default_finds_far_inputs_that_the_entropy_does_not(validation: bool
 def test_the_entropy_is_the_default_without_error_bars() -> None:
     x, y = classes(60, generator(22))
     model = classifier().network.model
-    for validation in (None, (x, y)):
+    new = classes(60, generator(24))[0]
+    for validation in (None, classes(60, generator(25))):
         plain = lw.fit(model, [(x, y)], "classification", method=lw.baselines.MapOnly(), validation=validation)
-        detector = plain.ood(x)
+        detector = plain.ood(new)
         assert detector.by == "entropy"
         assert_close(detector.score(x), plain.predict(x).entropy)
 
 
 def test_a_plain_network_for_numbers_with_one_noise_is_refused() -> None:
     """Every input has the same score, so that none could ever be flagged."""
-    x, y = numbers(60, generator(23))
+    (x, y), (new, _) = numbers(60, generator(23)), numbers(60, generator(26))
     plain = lw.fit(torch.nn.Linear(2, 1).double(), [(x, y)], "regression", method=lw.baselines.MapOnly())
     for by in (None, "variance"):
         with pytest.raises(lw.LapwingError, match=r"no error bars from its weights.*Fit one by another method"):
-            plain.ood(x, by=by)
+            plain.ood(new, by=by)
     spread = lw.fit(regressor().network.model, [(x, y)], lw.HeteroscedasticGaussian(), method=lw.baselines.MapOnly())
-    assert spread.ood(x).by == "entropy"
+    assert spread.ood(new).by == "entropy"
 
 
 def test_targets_are_not_used_and_loaders_are_read() -> None:
