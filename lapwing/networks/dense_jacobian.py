@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.core.memory import runs
+from lapwing.errors import ModelError
 from lapwing.linalg.bases import Axes, Basis, pooled_pairs
 from lapwing.networks.halves import product
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
@@ -19,9 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class DenseJacobian:
-    """A Jacobian that is kept whole, j (B, K, p)."""
+    """A Jacobian that is kept whole, j (B, K, p).
+
+    ``form`` (G, d_out, d_in) is that of a linear block, with the weight ``name``, whose factors a batch does not show.
+    """
 
     j: Tensor
+    form: tuple[int, ...] = ()  # empty for (p,)
+    name: str = ""
     positions: ClassVar[int] = 1
 
     @property
@@ -30,40 +36,48 @@ class DenseJacobian:
 
     @property
     def widths(self) -> tuple[int, int]:
-        raise AssertionError("a Jacobian that is kept whole has no factors")
+        assert self.form, "a block that is no linear map has no factors"
+        return self.form[1], self.form[2]
 
     def to(self, dtype: torch.dtype) -> DenseJacobian:
-        return DenseJacobian(self.j.to(dtype))
+        return replace(self, j=self.j.to(dtype))
 
     def samples(self, rows: slice) -> DenseJacobian:
-        return DenseJacobian(self.j[rows])
+        return replace(self, j=self.j[rows])
 
     def joined(self, other: BlockJacobian) -> DenseJacobian:
-        return DenseJacobian(self.j + other.whole())
+        return replace(self, j=self.j + other.whole().reshape(self.j.shape))
 
     def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> DenseJacobian:
-        raise AssertionError("a Jacobian that is kept whole has no factors to rotate")
+        turned = out.coordinates(inp.coordinates(self.whole()).mT).mT
+        return DenseJacobian(turned.flatten(2), tuple(turned.shape[2:]), self.name)
 
     def kronecker_rows(self, reduce: bool, weights: Tensor | None = None) -> KroneckerRows:
-        raise AssertionError("a Jacobian that is kept whole has no Kronecker factors")
+        raise ModelError(
+            f"a batch uses {self.name!r} in another way than the first did, by operations that do not show its inputs; "
+            "expected one way, since a Kronecker factor is a sum over inputs. Use Full() or Diagonal(), which take "
+            "both, compute it in one way in forward, or leave it out with named()."
+        )
 
     def single_map(self) -> None:
         return None
 
     def whole(self) -> Tensor:
-        return self.j
+        return self.j.unflatten(-1, self.form) if self.form else self.j
 
     def columns(self, entries: Entries) -> Tensor:
         return self.j.index_select(-1, entries.at)
 
     def squares(self) -> Tensor:
-        return self.j.square().sum((0, 1))
+        total = self.j.square().sum((0, 1))
+        return total.unflatten(-1, self.form) if self.form else total
 
     def squares_in(self, out: Basis, inp: Basis) -> Tensor:
         return pooled_pairs(out, inp, self.rotated(out, inp, crossed=False).squares())
 
     def unit_squares(self) -> Tensor:
-        return self.j.square().transpose(0, 1)
+        squares = self.j.square().transpose(0, 1)
+        return squares.unflatten(-1, self.form).sum(-1).flatten(2) if self.form else squares
 
     def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         rows, weights = self.j.reshape(len(self.j), tokens, -1, self.j.shape[-1]), weights.reshape(-1)
@@ -76,7 +90,8 @@ class DenseJacobian:
         return product(v.reshape(len(v), -1), self.j.flatten(0, 1).mT).reshape(len(v), *self.j.shape[:2])
 
     def vjp(self, u: Tensor) -> Tensor:
-        return product(u.flatten(1), self.j.flatten(0, 1))
+        total = product(u.flatten(1), self.j.flatten(0, 1))
+        return total.unflatten(-1, self.form) if self.form else total
 
     def formed(self, count: int | None = None) -> DenseJacobian:
         return self

@@ -31,7 +31,7 @@ class Graph:
     consumers: Mapping[Node, int]  # how many nodes use the output of each
     batch_major: Mapping[Node, bool]  # whether sample b owns the b-th contiguous share of the node's output
     follows_shapes: bool  # whether shapes alone decide which rows belong to which sample
-    signature: tuple[Any, ...]  # names and shapes of all operations
+    signature: tuple[Any, ...]  # names and shapes of all operations, and how they are connected
     leaves: Mapping[Node, str]  # the nodes that stand for a parameter, and its name
     uses: tuple[Use, ...]
     without_rule: Mapping[Node, tuple[str, ...]]  # the nodes that use parameters without a rule, and these parameters
@@ -43,6 +43,36 @@ class Graph:
         for use in self.uses:
             by_name.setdefault(use.name, []).append(use)
         return by_name
+
+    @cached_property
+    def parents(self) -> Mapping[Node, list[Node]]:
+        """The nodes that use the output of each node."""
+        above: dict[Node, list[Node]] = {}
+        for node in self.nodes:
+            for child, _ in node.next_functions:
+                above.setdefault(child, []).append(node)
+        return above
+
+    @cached_property
+    def added(self) -> Mapping[Node, str]:
+        """The nodes that use a parameter other than as a linear map, with its name."""
+        return {use.node: use.name for use in self.uses if not use.linear}
+
+    @cached_property
+    def unread(self) -> Mapping[str, str]:
+        """The parameters above which an operation has no rule, each with the name of the first such operation."""
+        names: dict[str, str] = {}
+        for node, others in self.without_rule.items():
+            for name in others:
+                names.setdefault(name, node.name())
+        return names
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """The signature in which of a shape only matters which dimensions are one, the batch, or multiples of it."""
+        batch = output_shape(self.nodes[0])[0]
+        kind = lambda n: n if n < 2 else 2 if n == batch else 3 if n % max(1, batch) == 0 else 4
+        return tuple((name, tuple(map(kind, shape)), edges) for name, shape, edges in self.signature)
 
     @property
     def last(self) -> str:
@@ -76,6 +106,7 @@ def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Col
     name_of = {id(tensor): name for name, tensor in parameters.items()}
     operations: dict[Node, Operation] = {}
     leaves: dict[Node, str] = {}
+    place = {node: i for i, node in enumerate(degree)}
     signature, follows_shapes, queue = [], True, deque[Node]([root])
     while queue:
         node = queue.popleft()
@@ -84,9 +115,11 @@ def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Col
         if name == LEAF:
             if id(node.variable) in name_of:
                 leaves[node] = name_of[id(node.variable)]
+            signature.append((name, (), leaves.get(node)))
             continue
         shape = output_shape(node)
-        signature.append((name, shape))
+        sizes = tuple(n if type(n) is int else -1 for n in shape)  # ragged dimensions have no number
+        signature.append((name, sizes, tuple((place.get(child), part) for child, part in node.next_functions)))
         follows_shapes = follows_shapes and facts.follows_shapes
         keeps = facts.keeps(node, shape, batch) if major[node] else None
         for operand, (child, number) in enumerate(node.next_functions):
@@ -113,6 +146,8 @@ def _find_uses(
     carried = _carried_parameters(operations, leaves)
     for node, facts in operations.items():
         if node in carried:
+            if not uses and not without_rule and node is next(iter(operations)):  # the output is the parameter itself
+                without_rule[node] = (carried[node][0],)
             continue
         sources = {}
         for operand, edge in enumerate(node.next_functions):

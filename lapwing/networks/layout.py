@@ -23,10 +23,7 @@ Layout = tuple[Block, ...]
 def arranged(graph: Graph, patterns: Patterns, shapes: Mapping[str, Shape]) -> Layout:
     """Return the blocks of all parameters: which of them go together, and the kind of each block."""
     uses_of: dict[str, list[Use]] = {name: [] for name in shapes}
-    without_rule: dict[str, str] = {}
-    for node, names in graph.without_rule.items():
-        for name in names:
-            without_rule.setdefault(name, node.name())
+    without_rule = dict(graph.unread)
     for use in graph.uses:
         uses_of[use.name].append(use)
         if patterns[use.node] is None:
@@ -40,7 +37,7 @@ def arranged(graph: Graph, patterns: Patterns, shapes: Mapping[str, Shape]) -> L
             blocks.append(Block("opaque", name, shapes[name], why=f"no rule for {without_rule[name]}"))
         elif not uses:
             blocks.append(Block("dense", name, shapes[name], why="not used by the network"))
-        elif len({use.kind for use in uses}) > 1:
+        elif len({(use.kind, use.table > 0) for use in uses}) > 1:
             blocks.append(Block("dense", name, shapes[name], why="used in both orientations"))
         else:
             first = uses[0]
@@ -53,17 +50,9 @@ def _joined_biases(
     graph: Graph, uses_of: Mapping[str, list[Use]], without_rule: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
     """Return weight -> bias, where every use of either is a use of both on the same rows."""
-    parents: dict[Node, list[Node]] = {}
-    for node in graph.nodes:
-        for child, _ in node.next_functions:
-            parents.setdefault(child, []).append(node)
-    added = {use.node: use.name for use in graph.uses if not use.linear}
     pairs = {}
     for name, uses in uses_of.items():
-        candidates = {
-            _following_bias(graph, use.node, added, parents) if use.takes_bias and use.bias is None else use.bias
-            for use in uses
-        }
+        candidates = {_bias_of(graph, use) for use in uses}
         bias = candidates.pop() if len(candidates) == 1 else None
         usable = bias in uses_of and bias not in without_rule and name not in without_rule
         if bias is not None and usable and len(uses_of[bias]) == len(uses):
@@ -73,13 +62,46 @@ def _joined_biases(
     return pairs
 
 
-def _following_bias(
-    graph: Graph, product: Node, added: Mapping[Node, str], parents: Mapping[Node, list[Node]]
-) -> str | None:
-    """Return the bias that is added right after a product and to nothing else, if there is one."""
-    node = product
+def without_factors(graph: Graph, patterns: Patterns, layout: Layout) -> dict[int, str]:
+    """Return the blocks whose Jacobian cannot be read from this graph, by number, each with the reason.
+
+    The blocks follow the first batch, and a later one may have another graph: by control flow in the model, or by an
+    operation that PyTorch chooses by the shape.
+    """
+    reasons = {}
+    for number, block in enumerate(layout):
+        uses = graph.uses_of.get(block.weight, [])
+        operations = [graph.unread[name] for name in block.names if name in graph.unread]
+        if not block.has_rule:
+            reasons[number] = block.why
+        elif operations:
+            reasons[number] = f"no rule for {operations[0]}"
+        elif any(patterns[use.node] is None for use in uses):
+            reasons[number] = "rows shared by the whole batch"
+        elif block.linear and len({use.table > 0 for use in uses}) > 1:
+            reasons[number] = "looked up and multiplied"
+        elif block.linear and any(_differs(graph, use, block) for use in uses):
+            reasons[number] = "used in another way than in the first batch"
+        elif block.bias is not None and len(graph.uses_of.get(block.bias, ())) != len(uses):
+            reasons[number] = "used apart from its bias"
+    return reasons
+
+
+def _differs(graph: Graph, use: Use, block: Block) -> bool:
+    """Return whether the use of the weight of a linear block is not that of the first batch."""
+    looked_up = use.table > 0 and use.remark != block.why  # its inputs would have to be written as one-hot vectors
+    if looked_up or (use.kind, use.groups) != (block.kind, block.groups):
+        return True
+    return block.bias is not None and _bias_of(graph, use) != block.bias
+
+
+def _bias_of(graph: Graph, use: Use) -> str | None:
+    """Return the bias that is added to a product, at the same node or right after it and to nothing else."""
+    if use.bias is not None or not use.takes_bias:
+        return use.bias
+    node = product = use.node
     while graph.consumers.get(node, 0) == 1:
-        (parent,) = parents[node]
+        (parent,) = graph.parents[node]
         if graph.operations[parent].reshapes:
             node = parent
             continue
@@ -88,7 +110,7 @@ def _following_bias(
             and output_shape(parent)[-1:] == output_shape(product)[-1:]
             and math.prod(output_shape(parent)) == math.prod(output_shape(product))  # nothing was broadcast
         )
-        return added.get(parent) if same else None
+        return graph.added.get(parent) if same else None
     return None
 
 

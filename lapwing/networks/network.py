@@ -22,6 +22,7 @@ from lapwing.core.state import State, saved
 from lapwing.core.switches import math_attention
 from lapwing.errors import DataError
 from lapwing.networks import passes
+from lapwing.networks.agreement import refuse_wrong_jacobian
 from lapwing.networks.budget import Footprint
 from lapwing.networks.checks import learn
 from lapwing.networks.directional import forward_products
@@ -382,6 +383,17 @@ class Network:
         assert total is not None
         return total
 
+    def refuse_wrong(self, tangent: Tangent) -> None:
+        """Compare the Jacobian of the first batch of every graph with autograd's; raise if they differ."""
+        checked, graph = self._memory.checked, tangent.graph
+        key = graph.signature, tangent.differentiable
+        if key in checked:
+            return
+        form = graph.form, tangent.differentiable
+        if form not in checked:
+            refuse_wrong_jacobian(tangent)
+        checked |= {key, form}
+
     def patterns(self, tangent: Tangent) -> Patterns:
         """Return which rows belong to which sample, remembered where the shapes alone decide it."""
         raw, graph = tangent.raw, tangent.graph
@@ -407,3 +419,4 @@ class _Memory:
     patterns: dict[Any, Any] = field(default_factory=dict)
     sizes: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # of outputs, by the shapes of inputs: see _sizes
     entries: tuple[Entries, ...] | None = None  # see Network.entries
+    checked: set[Any] = field(default_factory=set)  # the graphs whose Jacobians agree with autograd's

@@ -22,6 +22,7 @@ from lapwing.networks.forward import plain_kernels, recording, shaped
 from lapwing.networks.graph import Graph
 from lapwing.networks.head import find_head, is_local
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
+from lapwing.networks.layout import without_factors
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.passes import gradients
 from lapwing.networks.patterns import Patterns
@@ -101,17 +102,24 @@ class Tangent:
         rule take one more pass together, when the first of them is needed. ``tokens`` is the number of data of a sample
         that the seeds belong to, as many seeds to each.
         """
-        network, f = self.network, self.network_output
+        self.network.refuse_wrong(self)
         if seeds is None:
             seeds, tokens = self.seeds(slice(0, torch.Size(self.shape).numel())), self.tokens
+        return self.unchecked(seeds, tokens)
+
+    def unchecked(self, seeds: Tensor, tokens: int = 1, every: bool = False) -> LayerJacobians:
+        """Return the Jacobian of seeds · f without the comparison that the first batch of a graph needs.
+
+        ``every`` has all weights of each block, also where few of them are selected.
+        """
+        network, f = self.network, self.network_output
         seeds = seeds.to(self.raw.dtype)
-        with plain_kernels(network.plain):
-            patterns = network.patterns(self)
-        read = partial(self._block, seeds, patterns, cache(partial(self._fallback, seeds)))
+        reader = self._whole_block if every else self._block
+        read = partial(reader, seeds, cache(partial(self._fallback, seeds)))
         gathered = cache(lambda: dict(self._pulled_back(seeds)))
         if not network.footprint.streams:
             gathered()
-        parts = tuple(partial(_from_gathered, read, block, gathered) for block in network.layout)
+        parts = tuple(partial(_from_gathered, read, number, gathered) for number in range(len(network.layout)))
         stream = partial(self._stream, seeds, read) if network.footprint.streams else None
         sizes = len(f), len(seeds), network.dtype, tokens
         return LayerJacobians(parts, network.layout, network.selection, *sizes, stream, network.entries)
@@ -123,12 +131,12 @@ class Tangent:
         does not end in a linear map, or if its reshape takes outputs apart that H couples.
         """
         network = self.network
+        network.refuse_wrong(self)
         head = find_head(self.graph, network.layout)
         if head is None:
             return None
-        with plain_kernels(network.plain):
-            pattern = network.patterns(self)[head.use.node]
-        if not isinstance(pattern, Regular):
+        pattern = self.patterns[head.use.node]
+        if not isinstance(pattern, Regular) or head.number in self.fallen:
             return None
         values = [diagonal] if outer is None else [diagonal, outer, _token_numbers(outer)]
         with torch.no_grad():
@@ -141,12 +149,12 @@ class Tangent:
         return head.number, ClosedForm(a, g[:, 0], None if outer is None else _by_token(g[:, 1], g[:, 2]))
 
     def _stream(
-        self, seeds: Tensor, read: Callable[[Block, Gradients], BlockJacobian], wanted: Collection[int]
+        self, seeds: Tensor, read: Callable[[int, Gradients], BlockJacobian], wanted: Collection[int]
     ) -> Iterator[tuple[int, BlockJacobian]]:
         """Yield the number and the Jacobian of each wanted block as soon as a pass has reached all its uses."""
         layout = self.network.layout
         uses_of = self.graph.uses_of
-        ruled = (i for i in sorted(wanted) if layout[i].has_rule)
+        ruled = (i for i in sorted(wanted) if i not in self.fallen)
         uses = dict.fromkeys((use.node, i) for i in ruled for use in uses_of.get(layout[i].weight, ()))
         missing, waiting = Counter(number for _, number in uses), Counter(node for node, _ in uses)
         by_node: dict[Node, list[int]] = {node: [] for node in waiting}
@@ -161,13 +169,13 @@ class Tangent:
                 missing[number] -= 1
                 if missing[number]:
                     continue
-                yield number, read(layout[number], grads)
+                yield number, read(number, grads)
                 for used in [each for each in grads if number in by_node[each]]:
                     waiting[used] -= 1
                     if not waiting[used]:
                         del grads[used]
         rest = set(wanted) - set(missing)  # without a rule, or not used by this batch
-        yield from ((number, read(layout[number], {})) for number in sorted(rest))
+        yield from ((number, read(number, {})) for number in sorted(rest))
 
     def _pulled_back(self, seeds: Tensor) -> Iterator[tuple[Node, Tensor]]:
         """Yield the nodes that use a parameter, and the gradients there, as a backward pass reaches them."""
@@ -193,45 +201,34 @@ class Tangent:
     def _block(
         self,
         seeds: Tensor,
-        patterns: Patterns,
         opaque: Callable[[], Mapping[str, Tensor]],
-        block: Block,
+        number: int,
         grads: Gradients,
     ) -> BlockJacobian:
         """Return the Jacobian of a block; where few of its weights are chosen, that of these alone."""
-        part = self._whole_block(seeds, patterns, opaque, block, grads)
+        part = self._whole_block(seeds, opaque, number, grads)
         if self.network.entries is None or isinstance(part, LookupJacobian):  # gradients of the rows in use are few
             return part
-        chosen = self.network.entries[self.network.layout.index(block)]
+        chosen = self.network.entries[number]
         few = are_few(len(chosen.at), chosen.size, len(seeds), part.positions)
         return PickedJacobian.of(part, chosen) if few else part
 
     def _whole_block(
         self,
         seeds: Tensor,
-        patterns: Patterns,
         opaque: Callable[[], Mapping[str, Tensor]],
-        block: Block,
+        number: int,
         grads: Gradients,
     ) -> BlockJacobian:
         """Return the sum of the Jacobians of all uses of the block's weight; zero where this batch does not use it."""
-        if not block.has_rule:
-            if self.differentiable:
-                raise ModelError(
-                    f"the Jacobian of {block.weight!r} has no rule ({block.why}) and cannot be differentiated in the "
-                    "inputs. Leave it out with named(), or keep the inputs where they are: x.detach() for predictions, "
-                    "VaLLA(optimiser='none') with alpha=0."
-                )
-            return DenseJacobian(opaque()[block.weight])
+        if number in self.fallen:
+            return self._whole_by_fallback(number, opaque)
+        block = self.network.layout[number]
         total: BlockJacobian | None = None
         dtype = self.network.dtype
         for use in self.graph.uses_of.get(block.weight, ()):
-            pattern = patterns[use.node]
-            if pattern is None or (block.linear and (use.kind, use.groups) != (block.kind, block.groups)):
-                raise ModelError(
-                    f"the graph of this batch uses {block.weight!r} in another way than the first batch did; "
-                    "expected one fixed computation. Fix the control flow, or leave the parameter out with named()."
-                )
+            pattern = self.patterns[use.node]
+            assert pattern is not None, "such a block takes the fallback"
             with torch.set_grad_enabled(self.differentiable):
                 part = use.jacobian(grads[use.node].to(dtype), pattern, block.bias is not None).to(dtype)
                 if not block.linear:  # it is kept whole, such as a tied embedding and head
@@ -240,10 +237,38 @@ class Tangent:
                 total = part if total is None else total.joined(part)
         return _zero(block, seeds.to(dtype)) if total is None else total
 
+    @cached_property
+    def fallen(self) -> Mapping[int, str]:
+        """The numbers of the blocks that take the fallback at this batch, each with the reason."""
+        return without_factors(self.graph, self.patterns, self.network.layout)
+
+    @cached_property
+    def patterns(self) -> Patterns:
+        """How the rows at each node that uses a parameter run over the samples."""
+        with plain_kernels(self.network.plain):
+            return self.network.patterns(self)
+
+    def _whole_by_fallback(self, number: int, opaque: Callable[[], Mapping[str, Tensor]]) -> DenseJacobian:
+        """Return the Jacobian of a block without a rule in this graph."""
+        block = self.network.layout[number]
+        if self.differentiable:
+            raise ModelError(
+                f"the Jacobian of {block.weight!r} has no rule ({self.fallen[number]}) and cannot be differentiated in "
+                "the inputs. Leave it out with named(), or keep the inputs where they are: x.detach() for predictions, "
+                "VaLLA(optimiser='none') with alpha=0."
+            )
+        jacobians = opaque()
+        if not block.linear:
+            return DenseJacobian(jacobians[block.weight])
+        lead = jacobians[block.weight].shape[:2]
+        shapes = dict(zip(self.network.selection.names, self.network.selection.shapes, strict=True))
+        matrix = block.arrange({name: jacobians[name].reshape(*lead, *shapes[name]) for name in block.names})
+        return DenseJacobian(matrix.flatten(2), block.form, block.weight)
+
     def _fallback(self, seeds: Tensor) -> dict[str, Tensor]:
         """Return the Jacobians (B, K, p) of all parameters without a rule, by name."""
         network, f = self.network, self.network_output
-        names = tuple(block.weight for block in network.layout if not block.has_rule)
+        names = tuple(name for number in self.fallen for name in network.layout[number].names)
         per_sample = network.per_sample(self.inputs)
         with recording(network.parameters, network.selection.names, network.plain):
             jacobians = sample_jacobians(
@@ -253,9 +278,9 @@ class Tangent:
 
 
 def _from_gathered(
-    read: Callable[[Block, Gradients], BlockJacobian], block: Block, gathered: Callable[[], Gradients]
+    read: Callable[[int, Gradients], BlockJacobian], number: int, gathered: Callable[[], Gradients]
 ) -> BlockJacobian:
-    return read(block, gathered())
+    return read(number, gathered())
 
 
 def _token_numbers(values: Tensor) -> Tensor:
