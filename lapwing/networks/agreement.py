@@ -7,16 +7,21 @@ and random weights c of the samples, Σ_b c_b J_bᵀ u_b is compared, for each p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from lapwing.errors import ModelError
-from lapwing.networks.forward import plain_kernels, raw_output, recording
+from lapwing.networks.checks import relative_gap
+from lapwing.networks.forward import output_alone, plain_kernels, raw_output, recording
+from lapwing.networks.graph import kept_value
+from lapwing.networks.replica import copied
 from lapwing.networks.uses import Node
 
 if TYPE_CHECKING:
@@ -26,16 +31,22 @@ if TYPE_CHECKING:
 # and where its terms cancel by 2 eps of the largest gradient, entry by entry. A Jacobian of zero is off by one.
 OWN, POWER, MOST_OWN = 32.0, 0.75, 0.25  # 2e-4 of its own gradient in float32, 6e-11 in float64, a quarter in 16 bits
 TOP, MOST_TOP = 64.0, 0.1  # units of the largest gradient
+PARTS = {"_parameters", "_buffers", "_modules"}
+ABSENT = object()
 
 
-def refuse_wrong_jacobian(tangent: Tangent) -> None:
+def compare(tangent: Tangent, first: bool) -> None:
     """Raise ``ModelError`` unless the Jacobian of the batch agrees with autograd for each parameter.
 
-    Cost: two backward passes with one seed, one by the rules and one by autograd.
+    ``first`` says that the model has not been compared before. Cost: two backward passes with one seed, one by the
+    rules and one by autograd; at first also those of ``_refuse_kept_values``.
     """
     u, c = _directions(tangent)
     with torch.no_grad():
         expected = _by_autograd(tangent, u, c)
+    if first:
+        _refuse_kept_values(tangent, u[0] * c, expected)
+    with torch.no_grad():
         off = _differing(_by_rules(tangent, u, c), expected, tangent)
     if off is not None:
         name, gap, allowed = off
@@ -46,29 +57,105 @@ def refuse_wrong_jacobian(tangent: Tangent) -> None:
         )
 
 
-def refuse_kept_values(tangent: Tangent) -> None:
+def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, Tensor]) -> None:
     """Raise ``ModelError`` if the outputs follow a parameter by a value that the model keeps from an earlier run.
 
-    Then a gradient reaches the parameter in the graph, and not where other values are put in its place. Cost: a forward
-    and a backward pass.
+    Then the gradient in the parameter, or the output where the gradient is zero, is another one where other values are
+    put in its place, or where the modules start without the tensors that they keep beside their parameters. Cost: a
+    forward and a backward pass; three forward passes more where a parameter has no gradient; and as much for each
+    tensor that is kept.
     """
     network = tangent.network
-    u, c = _directions(tangent)
-    with torch.no_grad():
-        expected = _by_autograd(tangent, u, c)
-    values = {name: network.parameters[name].detach().requires_grad_() for name in network.selection.names}
-    with recording(network.parameters, (), network.plain):
-        raw = raw_output(network.replica, tangent.inputs, values)
-        seed = (u[0] * c).reshape(raw.shape)
-        grads = torch.autograd.grad(raw, list(values.values()), seed, allow_unused=True) if raw.requires_grad else ()
-    with torch.no_grad():
-        off = _differing((dict.fromkeys(values) | dict(zip(values, grads, strict=False))).items(), expected, tangent)
-    if off is not None:
-        raise ModelError(
-            f"the outputs do not follow {off[0]!r} where it is changed: the model keeps a value that it computed from "
-            "it in an earlier run (in a closure or a global variable); expected a function of the parameters in every "
-            "run. Compute the value in forward, or leave the parameter out with named()."
-        )
+    names, plain = network.selection.names, network.plain
+
+    def differing(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> str:
+        """Return a parameter whose gradient is another one in a run of this model, or ""."""
+        with recording(network.parameters, names if values is None else (), plain):
+            raw = raw_output(model, tangent.inputs, values)
+        tensors = dict(model.named_parameters())
+        leaves = {name: tensors[name] for name in names} if values is None else values
+        off = _differing(_gradients(raw, leaves, seed, plain), expected, tangent)
+        return off[0] if off is not None and _same(model, raw, tangent.raw) else ""
+
+    name = differing(network.replica, {name: network.parameters[name].detach().requires_grad_() for name in names})
+    if name:
+        raise ModelError(kept_value(name, " (in a closure, or in an object that is no module)"))
+    if not network.private:
+        return
+    silent = {name: _moved(network.parameters[name]) for name in names if name not in expected}
+
+    def follows(model: nn.Module) -> bool:
+        """Return whether the outputs change with the parameters that have no gradient."""
+        with torch.no_grad(), plain_kernels(plain):
+            return not _same(model, raw_output(model, tangent.inputs, silent), tangent.raw)
+
+    if silent and follows(copied(network.replica)):
+        used = copied(network.replica)
+        output_alone(used, tangent.inputs, plain)
+        if not follows(used):
+            raise ModelError(kept_value(next(iter(silent)), ", without a gradient"))
+    for where, emptied in _emptied(network.replica):
+        with contextlib.suppress(Exception):  # a model that needs the tensor may raise anything
+            name = differing(emptied())
+            name = name or (next(iter(silent)) if silent and follows(emptied()) else "")
+        if name:
+            raise ModelError(kept_value(name, f" ({where})"))
+
+
+def _same(model: nn.Module, raw: Tensor, before: Tensor) -> bool:
+    """Return whether two runs gave the same outputs, up to rounding."""
+    if raw.shape != before.shape:
+        return False
+    gap, allowed = relative_gap(model, raw.detach(), before.detach(), before.detach())
+    return bool(gap < allowed)
+
+
+def _moved(parameter: Tensor) -> Tensor:
+    """Return other values for a parameter, of the same size and always the same."""
+    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(parameter)
+    return parameter.detach() + noise * (parameter.detach().abs().amax() + 0.1)
+
+
+def _emptied(replica: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    """Yield the place of each tensor that a module keeps beside its parameters, and a maker of copies without it.
+
+    A place that is empty at first may hold None, or not be there.
+    """
+
+    def emptied(name: str, key: str, fill: Any) -> nn.Module:
+        model = copied(replica)
+        part = model.get_submodule(name)
+        content = vars(part) if key in vars(part) else part._buffers
+        content[key] = fill
+        if fill is ABSENT:
+            del content[key]
+        return model
+
+    for name, module in replica.named_modules():
+        inside = type(module).__module__.startswith("torch.nn.")
+        own = {key: value for key, value in vars(module).items() if key not in PARTS and "_hooks" not in key}
+        for key, value in (*own.items(), *({} if inside else module._buffers).items()):
+            if any(t.is_floating_point() for t in _held(value)):
+                where = f"the attribute {key!r} of {f'the module {name!r}' if name else 'the model'}"
+                for fill in (None, ABSENT) if isinstance(value, Tensor) else (type(value)(),):
+                    yield where, partial(emptied, name, key, fill)
+
+
+def _held(value: Any) -> tuple[Tensor, ...]:
+    """Return the tensors in an attribute, which is one or a collection of some."""
+    parts = value.values() if isinstance(value, dict) else value if type(value) in (list, set) else (value,)
+    return tuple(part for part in parts if isinstance(part, Tensor))
+
+
+def _gradients(
+    raw: Tensor, leaves: Mapping[str, Tensor], seed: Tensor, plain: bool
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the gradient of seed · raw for each leaf, with its name."""
+    grads: Sequence[Tensor | None] = [None] * len(leaves)
+    if raw.requires_grad:
+        with plain_kernels(plain):
+            grads = torch.autograd.grad(raw, list(leaves.values()), seed.reshape(raw.shape).to(raw), allow_unused=True)
+    return zip(leaves, (g.to_dense() if g is not None and g.is_sparse else g for g in grads), strict=True)
 
 
 def _directions(tangent: Tangent) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ def examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path) ->
     tensors = dict(replica.model.named_parameters())
     f = shaped(raw.detach())
     check_finite(f, "outputs of the network")
-    refuse_random(replica.model, inputs, plain)  # first: random outputs look like mixed samples
+    refuse_random(replica.trial(), inputs, plain)  # first: random outputs look like mixed samples
     rows = learn(replica.model, inputs, raw.detach(), rows, plain, copied=single)
     if raw.grad_fn is None:
         raise ModelError("the output does not depend on any selected parameter; choose other weights.")
@@ -99,8 +99,10 @@ def _several(inputs: Inputs, replica: Replica, plain: bool) -> tuple[Inputs, Sam
     rows = SampleRows()
     count = rows.count(inputs)
     if count is None:  # only the outputs tell how many samples there are
-        with refusing_changes(replica.trial()) as one:
-            count = len(output_alone(one, inputs, plain))
+        one = replica.trial()
+        # With gradients: a value that the model keeps from its first run must lead back to the parameters.
+        with refusing_changes(one), recording(dict(one.named_parameters()), replica.names, plain):
+            count = len(raw_output(one, inputs))
     if count != 1:
         return inputs, rows, False
     rows = rows.learned(inputs, 1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lapwing.errors import ModelError
@@ -115,6 +116,8 @@ def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Col
         if name == LEAF:
             if id(node.variable) in name_of:
                 leaves[node] = name_of[id(node.variable)]
+            else:
+                _refuse_kept(node.variable, parameters)
             signature.append((name, (), leaves.get(node)))
             continue
         shape = output_shape(node)
@@ -134,6 +137,22 @@ def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Col
     uses = _after_broadcast(uses, operations, consumers)
     return Graph(
         tuple(operations), operations, consumers, major, follows_shapes, tuple(signature), leaves, uses, without_rule
+    )
+
+
+def _refuse_kept(leaf: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    """Raise if a leaf that is no parameter of the copy that ran shares its memory with one: another run used it."""
+    for name, parameter in parameters.items():
+        if parameter.layout is leaf.layout is torch.strided and parameter.data_ptr() == leaf.data_ptr() != 0:
+            raise ModelError(kept_value(name))
+
+
+def kept_value(name: str, where: str = "") -> str:
+    """Say that the model keeps what it computed from a parameter in an earlier run."""
+    return (
+        f"the model keeps a value that it computed from {name!r} in an earlier run{where}, and its outputs follow that "
+        "value and not the parameter; expected a function of the parameters in every run. Empty the cache before the "
+        "fit (set the attribute to None), or compute the value in every forward."
     )
 
 

@@ -22,7 +22,7 @@ from lapwing.core.state import State, saved
 from lapwing.core.switches import math_attention
 from lapwing.errors import DataError
 from lapwing.networks import passes
-from lapwing.networks.agreement import refuse_wrong_jacobian
+from lapwing.networks.agreement import compare
 from lapwing.networks.budget import Footprint
 from lapwing.networks.checks import learn
 from lapwing.networks.directional import forward_products
@@ -391,7 +391,7 @@ class Network:
             return
         form = graph.form, tangent.differentiable
         if form not in checked:
-            refuse_wrong_jacobian(tangent)
+            compare(tangent, first=not checked)
         checked |= {key, form}
 
     def patterns(self, tangent: Tangent) -> Patterns:

@@ -2,7 +2,8 @@
 
 The copy has modules of its own and shares the memory of the tensors, so nothing is stored twice. Weights are exchanged,
 gradients recorded and attributes written in the copy alone. A call takes a copy that no other call uses: threads do not
-meet, and a copy that an error or Ctrl-C leaves half changed is dropped.
+meet, and a copy that an error or Ctrl-C leaves half changed is dropped. What a run writes is taken back after it, so
+that a value which a model computes from its weights once and keeps is computed anew in every run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lapwing.errors import ModelError
 
 IDLE = "_lapwing_idle"  # attribute of private copies: those that nobody uses (of the first), or None (of the others)
 OUTPUT = "_lapwing_output"  # attribute of private copies: the path of the output that is used, of several
+WRITTEN = "_lapwing_written"  # attribute of private copies: what a run may write, and what was in it before
 PLAIN = {bool, int, float, str, type(None)}  # types whose values lead nowhere
 LARGE = 4096  # entries from which a container holds data, and neither layers nor weights
 REBUILT = {"OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule"}  # cannot be copied part by part
@@ -125,7 +127,29 @@ def can_be_copied(model: nn.Module) -> bool:
 
 def copied(model: nn.Module, tensors: dict[int, Any] | None = None) -> nn.Module:
     """Return a copy of the modules; ``tensors`` maps ids of tensors to others that take their place."""
-    return _Copy(dict(tensors or {})).module(model)
+    copy = _Copy(dict(tensors or {}))
+    new = copy.module(model)
+    before: list[tuple[Any, Any]] = []
+    vars(new)[WRITTEN] = before
+    before.extend((container, _content(container)) for container in copy.containers)
+    return new
+
+
+def _content(container: Any) -> Any:
+    """Return what a dictionary, list or set has in it, as a plain one."""
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def take_back(model: nn.Module) -> None:
+    """Undo what a run wrote into the modules of a copy, and into the dictionaries, lists and sets that they hold."""
+    for container, before in vars(model)[WRITTEN]:
+        if isinstance(container, dict):
+            if len(container) != len(before) or not all(map(operator.is_, container.values(), before.values())):
+                dict.clear(container)
+                dict.update(container, before)
+        elif len(container) != len(before) or not all(map(operator.is_, container, before)):
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(before)
 
 
 def shareable(model: nn.Module) -> nn.Module:
@@ -156,6 +180,7 @@ def lent(model: nn.Module) -> Iterator[nn.Module]:
     except IndexError:
         one = copied(model)
     yield one
+    take_back(one)
     idle.append(one)  # not after an error
 
 
@@ -185,12 +210,14 @@ class _Copy:
 
     def __init__(self, done: dict[int, Any]) -> None:
         self.done = done  # by the id of the original
+        self.containers: list[Any] = []  # the new ones that a run may write into
 
     def module(self, module: nn.Module) -> nn.Module:
         if id(module) not in self.done:
             new = self.done[id(module)] = type(module).__new__(type(module))
-            vars(new).update({key: self._attribute(key, v) for key, v in vars(module).items()})
+            vars(new).update({key: self._attribute(key, v) for key, v in vars(module).items() if key != WRITTEN})
             vars(new)[IDLE] = None
+            self.containers.append(vars(new))
         result: nn.Module = self.done[id(module)]
         return result
 
@@ -211,7 +238,12 @@ class _Copy:
         if isinstance(value, nn.Module):
             return self.module(value)
         if isinstance(value, tuple | list | dict | set):
-            return self._container(value) if len(value) < LARGE else value
+            if len(value) >= LARGE:
+                return value
+            new = self._container(value)
+            if not isinstance(value, tuple):
+                self.containers.append(new)
+            return new
         return self.reference(value)
 
     def _container(self, value: Any) -> Any:
