@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import isfinite, isnan
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -68,11 +69,10 @@ class Fingerprint:
                 f"the model has other parameters than the posterior was fitted to: {different}. Fit it again."
             )
         for i, name in enumerate(self.names):
-            scale = max(self.norms[i], 1e-30)
-            if (
-                not abs(now.norms[i] - self.norms[i]) <= tolerance * scale
-                or not abs(now.marks[i] - self.marks[i])
-                <= tolerance * scale * max(1, torch.Size(self.shapes[i]).numel()) ** 0.5
+            scale = max(self.norms[i], 1e-30) if isfinite(self.norms[i]) else 0.0
+            size = torch.Size(self.shapes[i]).numel()
+            if _differ(now.norms[i], self.norms[i], tolerance * scale) or _differ(
+                now.marks[i], self.marks[i], tolerance * scale * max(1, size) ** 0.5
             ):
                 then, later = f"{self.norms[i]:.9g}", f"{now.norms[i]:.9g}"
                 change = f"norm {then} then, {later} now" if then != later else "its entries, at the same norm"
@@ -142,6 +142,11 @@ def structure_of(model: nn.Module) -> dict[tuple[str, str], Any]:
             if type(value) in kinds and key[0] != "_" and key != "training":
                 facts[name, key] = getattr(value, "__qualname__", value)
     return facts
+
+
+def _differ(now: float, then: float, limit: float) -> bool:
+    """Return whether two figures differ by more than the limit; those of a parameter that is NaN are the same."""
+    return now != then and not (isnan(now) and isnan(then)) and not abs(now - then) <= limit
 
 
 def _quick(model: nn.Module) -> tuple[float, ...]:

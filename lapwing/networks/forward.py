@@ -205,6 +205,8 @@ def advice(model: nn.Module, inputs: Inputs, error: Exception) -> str:
     if isinstance(inputs, tuple) and not accepts(model, inputs):
         return f"{trained} A tuple means several inputs of the model, and it takes one: give x alone, without targets."
     wanted, text = arithmetic_of(model), str(error)
+    if "Guard failed" in text:  # a module of torch.export
+        return "Lapwing runs parts of a batch: export the model with dynamic_shapes, for any batch size."
     others = {t.dtype for t in tensors_in(inputs) if not t.is_complex()} - {wanted, torch.bool}
     if others and "type" in text and "indices" not in text:  # an embedding asks for whole numbers
         return f"{trained} Convert the inputs: x.to({wanted}) for a tensor, x.astype(float) for an array."
@@ -233,6 +235,37 @@ def refuse_distributed(model: nn.Module) -> None:
             "expected whole tensors on one device. Gather them with full_tensor() or a full state_dict, and load them "
             "into a plain copy of the model."
         )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise if a part of the model is scripted or traced: its graph changes after the first runs."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name or 'the model'} is made by torch.jit.script, trace or load, and PyTorch hides its operations "
+                "after the first runs; expected plain modules. Give the model that it was made from: build it, and "
+                "fill it with load_state_dict(scripted.state_dict())."
+            )
+
+
+def refuse_unusable_parameters(model: nn.Module, names: Collection[str] = ()) -> None:
+    """Raise if a parameter has no values yet, can have no gradient, or is among ``names`` and not finite."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ModelError(
+                f"{name!r} of the model has no shape yet (a lazy module); expected values. Run the model on a batch "
+                "first."
+            )
+        if tensor.is_inference():
+            raise ModelError(
+                f"{name!r} of the model was made in torch.inference_mode, so it can take part in no gradient; expected "
+                "an ordinary tensor. Build or load the model outside of it, or give copy.deepcopy(model)."
+            )
+        if name in names and not bool(tensor.isfinite().all()):
+            raise ModelError(
+                f"{name!r} of the model has entries that are NaN or infinite; expected finite numbers. Set them, or "
+                "leave the parameter out: requires_grad_(False) on it, or weights=lw.named(...)."
+            )
 
 
 def device_of(model: nn.Module) -> torch.device:

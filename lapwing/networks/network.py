@@ -36,7 +36,9 @@ from lapwing.networks.forward import (
     raw_output,
     recording,
     refuse_distributed,
+    refuse_scripted,
     refuse_training_mode,
+    refuse_unusable_parameters,
     shaped,
     unwrapped,
 )
@@ -87,7 +89,10 @@ class Network:
         model = unwrapped(model)
         refuse_training_mode(model)
         refuse_distributed(model)
+        refuse_scripted(model)
+        refuse_unusable_parameters(model)
         seen = examine(model, inputs, all_weights if weights is None else weights, output)
+        refuse_unusable_parameters(model, seen.selection.names)
         network = cls(
             model, seen.selection, seen.layout, seen.output_shape, seen.footprint, seen.forward_mode, seen.recurrent,
             seen.normalised, None, seen.replica.private, seen.rows.known, seen.last_operation, seen.head, seen.image,
@@ -106,6 +111,8 @@ class Network:
     @classmethod
     def from_state(cls, state: State, model: nn.Module) -> Network:
         """Build the network of this model from its state; raise ``OtherFunctionError`` if it is another function."""
+        refuse_scripted(model)
+        refuse_unusable_parameters(model)
         facts, shift = read_facts(state, model)
         network = cls(model, **facts).shifted(shift)
         if network.probe is not None:

@@ -214,7 +214,8 @@ class _Copy:
 
     def module(self, module: nn.Module) -> nn.Module:
         if id(module) not in self.done:
-            new = self.done[id(module)] = type(module).__new__(type(module))
+            # Without the class's own __new__: that of a traced GraphModule makes a class without a forward.
+            new = self.done[id(module)] = nn.Module.__new__(type(module))
             vars(new).update({key: self._attribute(key, v) for key, v in vars(module).items() if key != WRITTEN})
             vars(new)[IDLE] = None
             self.containers.append(vars(new))
