@@ -108,7 +108,8 @@ def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Col
     operations: dict[Node, Operation] = {}
     leaves: dict[Node, str] = {}
     place = {node: i for i, node in enumerate(degree)}
-    signature, follows_shapes, queue = [], True, deque[Node]([root])
+    signature: list[tuple[Any, ...]] = []
+    follows_shapes, queue = True, deque[Node]([root])
     while queue:
         node = queue.popleft()
         name = node.name()
