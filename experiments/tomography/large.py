@@ -10,6 +10,7 @@ from torch import Tensor
 import lapwing as lw
 from experiments.options import Progress, silent
 from experiments.tomography.backprojection import fbp
+from experiments.tomography.beliefs import ONE_BLOCK
 from experiments.tomography.deep_prior import Training, reconstruct
 from experiments.tomography.densities import sampled_patch_log_density
 from experiments.tomography.geometry import FanBeam
@@ -70,7 +71,7 @@ class LargeSettings:
 
 
 def used_weights(unet: UNet) -> dict[str, str]:
-    """Return the blocks of convolution weights that the output depends on; skips without channels are unused."""
+    """Return patterns of the convolution weights that the output depends on; skips without channels are unused."""
     unused = {f"skip{i}" for i, channels in enumerate(unet.skips, start=1) if not channels}
     return {pattern: name for pattern, name in filter_blocks(unet).items() if name not in unused}
 
@@ -89,12 +90,12 @@ def reconstructed(settings: LargeSettings, seed: int, say: Progress = silent, on
     with watch.part("training"):
         training = Training(settings.weight_of_tv, settings.steps, settings.rate)
         trained = reconstruct(unet, operator, y, z, training)
-    blocks = used_weights(trained.unet)
+    weights = lw.named("|".join(used_weights(trained.unet)))
     with lw.memory.limited(settings.memory):
         with watch.part("class matrices"):
             posterior = lw.inverse.fit(
-                trained.unet, z[None, None], y, operator, prior=lw.priors.filter_gp(variance=START, blocks=blocks),
-                weights=lw.named("|".join(blocks)), noise_std=None, solver="exact", progress=False,
+                trained.unet, z[None, None], y, operator, weights=weights, noise_std=None,
+                prior=lw.priors.filter_gp(variance=START, blocks=ONE_BLOCK), solver="exact", progress=False,
             )  # fmt: skip
         with watch.part("search of hyperparameters"):
             posterior = posterior.tuned(MaximiseEvidence(noise=True, max_steps=settings.tuning))

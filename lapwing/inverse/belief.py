@@ -59,11 +59,17 @@ class Belief:
         gaps = (rhs - (x @ self.factor) @ self.factor.mT).norm(dim=1) / rhs.norm(dim=1).clamp_min(TINY)
         return Solution(x, gaps, 1, SOLVED).require_convergence("a Cholesky factor", "Raise noise_std.")
 
-    def logdet(self) -> Tensor:
-        """Return the log-determinant of K_yy, differentiable in the prior's values and the noise."""
+    def deviance(self) -> Tensor:
+        """Return rᵀ K_yy⁻¹ r + log det K_yy for r = y - A h(mean), differentiable in the prior's values and noise."""
         if self.classes is None:
-            return self.matrix_free.logdet()
-        return self.classes.logdet(self.problem.prior.coefficients(), self.noise)
+            return self.matrix_free.deviance()
+        return self.classes.deviance(self.problem.prior_residual, self.problem.prior.coefficients(), self.noise)
+
+    def class_traces(self) -> Tensor:
+        """Return tr(A J S_c Jᵀ Aᵀ) for the classes of the prior, (classes,); estimates without class matrices."""
+        if self.classes is None:
+            return self.matrix_free.class_traces()
+        return self.classes.observed.diagonal(dim1=1, dim2=2).sum(1)
 
     @property
     def has_image_matrices(self) -> bool:

@@ -45,9 +45,9 @@ class ClassMatrices:
         total.diagonal().add_(noise)
         return total
 
-    def logdet(self, coefficients: Tensor, noise: Tensor) -> Tensor:
-        """Return the log-determinant of ``covariance``, differentiable once in coefficients and noise."""
-        value: Tensor = _Logdet.apply(coefficients, noise, self)
+    def deviance(self, residual: Tensor, coefficients: Tensor, noise: Tensor) -> Tensor:
+        """Return rᵀ K⁻¹ r + log det K for ``covariance`` K and r (dy,), differentiable once in the last two."""
+        value: Tensor = _Deviance.apply(residual, coefficients, noise, self)
         return value
 
 
@@ -78,19 +78,23 @@ def factorised(covariance: Tensor, noise: Tensor) -> Tensor:
     return factor
 
 
-class _Logdet(torch.autograd.Function):
-    """log det(Σ_c coefficient_c M_c + noise I), with the gradients tr(K⁻¹ M_c) and tr K⁻¹ from one inverse."""
+class _Deviance(torch.autograd.Function):
+    """rᵀ K⁻¹ r + log det K for K = Σ_c coefficient_c M_c + noise I.
+
+    With B = K⁻¹ - K⁻¹ r rᵀ K⁻¹ its gradients are tr(B M_c) and tr B.
+    """
 
     @staticmethod
-    def forward(ctx: Any, coefficients: Tensor, noise: Tensor, matrices: ClassMatrices) -> Tensor:
+    def forward(ctx: Any, residual: Tensor, coefficients: Tensor, noise: Tensor, matrices: ClassMatrices) -> Tensor:
         factor = factorised(matrices.covariance(coefficients, noise), noise)
-        ctx.save_for_backward(factor)
+        solved = torch.cholesky_solve(residual[:, None], factor)[:, 0]
+        ctx.save_for_backward(factor, solved)
         ctx.matrices = matrices
-        return 2 * factor.diagonal().log().sum()
+        return residual @ solved + 2 * factor.diagonal().log().sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (factor,) = ctx.saved_tensors
-        inverse, observed = torch.cholesky_inverse(factor), ctx.matrices.observed
-        return gradient * (observed.flatten(1) @ inverse.flatten()), gradient * inverse.trace(), None
+        factor, solved = ctx.saved_tensors
+        slope, observed = torch.cholesky_inverse(factor) - torch.outer(solved, solved), ctx.matrices.observed
+        return None, gradient * (observed.flatten(1) @ slope.flatten()), gradient * slope.trace(), None

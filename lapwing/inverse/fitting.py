@@ -29,6 +29,7 @@ from lapwing.tuners.protocol import Tuner, checked_tuner
 SOLVERS = ("auto", "exact", "cg")
 DOUBLE = 2**28  # rows times weights up to which a float32 network is computed in float64
 PIXELS = 4  # times the measurements: up to so many pixels the class matrices of the image are computed
+ONE = {".*": "weights"}  # the blocks of the default prior; one for each layer has error bars that are too narrow
 NOISE = Rule(
     "a positive number whose square is one too", lambda v: NUMBER.holds(v) and 1e-150 < float(v) < 1e150, DataError
 )
@@ -65,7 +66,7 @@ def fit(
             ``size``, ``like``, ``forward`` and ``back`` such as ``lw.linear.OperatorDesign``, or None for the identity.
         prior: The prior over the weights: ``lw.priors.filter_gp()``, ``lw.isotropic()``, ``lw.per_layer()``,
             ``lw.grouped(...)``, or a number for an isotropic precision. Used as given, unless a tuner is given. None
-            learns a ``filter_gp()`` with one block for each parameter.
+            learns a ``filter_gp()`` with one variance and one length-scale for all weights.
         noise_std: The standard deviation σ of the noise, kept as given. None starts at the root mean square of
             y - A f(x); the tuner learns it.
         weights: Which weights are uncertain: ``lw.all_weights`` or ``lw.named(pattern)``. None takes the weights of
@@ -100,7 +101,7 @@ def fit(
     if tuner is not None:
         checked_tuner(tuner)
     tangent = _wide(Tangent.build(model, x, weights))
-    bound = bound_prior(filter_gp() if prior is None else prior, tangent)
+    bound = bound_prior(filter_gp(blocks=ONE) if prior is None else prior, tangent)
     observation = Observation.of(operator, tangent.size, tangent.f)
     measurements = _measurements(y, observation.rows, tangent.device)
     exact, image = _plan(solver, bound, observation, tangent)

@@ -22,15 +22,21 @@ MOST = 64  # right-hand sides that share a Krylov space
 
 
 @dataclass(frozen=True, eq=False)
-class Traces:
-    """An estimate of log det K, and probes u, v (n, dy) with E uᵀ B v = tr(K⁻¹ B), mapped to weights (n, P) too."""
+class Solves:
+    """What the evidence needs of one prior and noise, as numbers without a graph.
+
+    An estimate of log det K, with probes u, v (n, dy) such that E uᵀ B v = tr(K⁻¹ B); and a = K⁻¹ r (dy,) for
+    r = y - A h(mean). All of them are mapped to weights (·, P) too, by Jᵀ Aᵀ.
+    """
 
     logdet: Tensor
     error: float
     left: Tensor
     right: Tensor
+    a: Tensor
     weights_left: Tensor
     weights_right: Tensor
+    weights_a: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,35 +81,48 @@ class MatrixFreeSolver:
         x, residuals = (torch.cat([getattr(p, name) for p in parts]) for name in ("x", "residuals"))
         return Solution(x, residuals, max(part.iterations for part in parts), parts[0].tolerance)
 
-    def logdet(self) -> Tensor:
-        """Return an estimate of log det K, differentiable in the prior's values and the noise.
+    def deviance(self) -> Tensor:
+        """Return rᵀ K⁻¹ r plus an estimate of log det K, differentiable in the prior's values and the noise.
 
         log det K = log det P + log det(P^-½ K P^-½), where the second term is near zero and estimated from probes by
-        Lanczos quadrature. The gradient is the mean of (K⁻¹ P^½ z)ᵀ ∂K (P^-½ z) over the same probes z.
+        Lanczos quadrature. The gradient is the mean of (K⁻¹ P^½ z)ᵀ ∂K (P^-½ z) over the same probes z. The quadratic
+        form is the largest value of 2 rᵀ a - aᵀ K a, at a = K⁻¹ r: what the solve misses enters squared.
         """
-        traces, prior = self._traces, self.problem.prior
-        slope = (traces.weights_left * prior.multiply(traces.weights_right)).sum(1).mean()
-        slope = slope + self.noise * (traces.left * traces.right).sum(1).mean()
-        return traces.logdet + slope - slope.detach()
+        solves, prior = self._solves, self.problem.prior
+        slope = (solves.weights_left * prior.multiply(solves.weights_right)).sum(1).mean()
+        slope = slope + self.noise * (solves.left * solves.right).sum(1).mean()
+        logdet = solves.logdet + slope - slope.detach()
+        length = solves.weights_a @ prior.multiply(solves.weights_a) + self.noise * (solves.a @ solves.a)
+        return logdet + 2 * (self.problem.prior_residual @ solves.a) - length
 
     @property
     def logdet_error(self) -> float:
-        """The standard error of ``logdet`` over the probes."""
-        return self._traces.error
+        """The standard error of the log-determinant over the probes; the quadratic form has none."""
+        return self._solves.error
 
     @cached_property
-    def _traces(self) -> Traces:
-        """The numbers that ``logdet`` and its gradient need, without a graph."""
+    def _solves(self) -> Solves:
         problem, shift = self.problem, self._shift
         probes = self._probes()
         with torch.no_grad():
             root = lambda rows: self.pairs.power(rows, shift, -0.5)
             quadrature = lanczos_quadrature(lambda v: root(self.product(root(v))), probes, STEPS)
             each = quadrature.ends(lambda nodes: nodes.clamp_min(TINY).log())[1]  # the rule without a node at zero
-            left, right = self.solve(self.pairs.power(probes, shift, 0.5)).x, root(probes)
-            weights = [problem.back(rows).double() for rows in (left, right)]
+            right_sides = torch.cat([self.pairs.power(probes, shift, 0.5), problem.prior_residual[None]])
+            solved, right = self.solve(right_sides).x, root(probes)  # all share one Krylov space
+            weights, weights_right = (problem.back(rows).double() for rows in (solved, right))
         error = 0.0 if problem.observation.rows <= PROBES else float(each.std()) / math.sqrt(PROBES)
-        return Traces(self.pairs.logdet(shift) + each.mean(), error, left, right, *weights)
+        return Solves(
+            logdet=self.pairs.logdet(shift) + each.mean(), error=error,
+            left=solved[:-1], right=right, a=solved[-1],
+            weights_left=weights[:-1], weights_right=weights_right, weights_a=weights[-1],
+        )  # fmt: skip
+
+    def class_traces(self) -> Tensor:
+        """Return estimates of tr(A J S_c Jᵀ Aᵀ) for the classes of the prior, (classes,), from the same probes."""
+        problem = self.problem
+        rows = problem.network.selection.split(problem.back(self._probes()))
+        return problem.prior.class_lengths((name, part.flatten(1)) for name, part in rows.items()).double().mean(1)
 
     def _probes(self) -> Tensor:
         """Return vectors z with mean z zᵀ = I: random signs, or a scaled basis, which is exact, if that has no more."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.core.memory import gathered, refuse_beyond
 from lapwing.core.settings import GENERATOR, NUMBER, Rule, require_integer, seen
 from lapwing.core.trace import Trace
-from lapwing.errors import DataError, UnsupportedError
+from lapwing.errors import DataError, DivergedError, UnsupportedError
 from lapwing.inverse.belief import Belief
 from lapwing.inverse.classes import ClassMatrices
 from lapwing.inverse.problem import InverseProblem
@@ -25,6 +25,10 @@ from lapwing.priors.structured import ClassCovariance
 from lapwing.tuners.evidence import Ascend, MaximiseEvidence
 from lapwing.tuners.protocol import Tuner, applied
 
+RANGE = (1e-14, 1e3)  # of variances in a search, in units of the variance that explains y - A h(mean) by itself
+NOISE_RANGE = (1e-8, 1e2)  # of noise variances, in the same units
+UNUSED = 1e-2  # nats that a block can have learned at most, below which it adds next to nothing to the error bars
+UNFITTED = 2.0  # residuals of the network in units of the noise, above which it is not near the measurements
 PAIRS = Rule(
     "a tensor (e, 2) of integers, the flat positions of two entries of the output",
     lambda v: isinstance(v, Tensor) and v.ndim == 2 and v.shape[1] == 2 and v.dtype in (torch.int32, torch.int64),
@@ -36,9 +40,10 @@ PAIRS = Rule(
 class InversePosterior:
     """The belief about an image x̂ + J (θ - w̃) given y = A x + noise. ``lw.inverse.fit`` makes one.
 
-    The mean is the output of the network; the covariance is that of the linear Gaussian model,
-    K_xx - K_xy K_yy⁻¹ K_yx with K_xx = J Σ Jᵀ and K_yy = A K_xx Aᵀ + σ² I. Another prior or noise gives a new value and
-    costs no Jacobian if the class matrices are stored.
+    The mean is kept at the output of the network; the covariance is that of the linear Gaussian model,
+    K_xx - K_xy K_yy⁻¹ K_yx with K_xx = J Σ Jᵀ and K_yy = A K_xx Aᵀ + σ² I. It belongs to ``tangent_mean``, which is
+    another image unless the network was trained to the optimum of that model. Another prior or noise gives a new value
+    and costs no Jacobian if the class matrices are stored.
 
     >>> from lapwing.inverse import fit
     >>> net = torch.nn.Conv1d(1, 1, 3, padding=1)
@@ -79,6 +84,24 @@ class InversePosterior:
     def reconstruction(self) -> Tensor:
         """The output of the network, the mean of the belief."""
         return self.problem.network.output.reshape(self.shape).clone()
+
+    @property
+    def tangent_mean(self) -> Tensor:
+        """The mean of the image under the tangent model, f + J (θ* - w̃) = h(mean) + K_xy K_yy⁻¹ (y - A h(mean)).
+
+        The covariance belongs to it. It equals the reconstruction if the trained weights are the optimum of the tangent
+        model under this prior and noise. Cost: one solve.
+        """
+        return self._tangent_mean.clone()
+
+    @cached_property
+    @outside_autocast
+    @outside_inference
+    def _tangent_mean(self) -> Tensor:
+        problem, network = self.problem, self.problem.network
+        start = network.f + network.forward((problem.prior.mean - problem.theta)[None])[0]
+        solved = self.belief.solve(problem.prior_residual[None]).x
+        return (start + problem.image_kernel(problem.observation.back(solved))[0]).reshape(self.shape)
 
     # What tuners ask.
 
@@ -122,7 +145,65 @@ class InversePosterior:
         """
         refuse_other_tuners(tuner)
         default = Ascend() if self.classes is None else MaximiseEvidence(noise=True, max_steps=200)
-        return replace(applied(default if tuner is None else tuner, self), pairs=None)
+        return replace(applied(default if tuner is None else tuner, self), pairs=None)._with_remarks()
+
+    @cached_property
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """The smallest and largest log hyperparameters of a search, noise last; beyond, the evidence hardly changes.
+
+        The evidence has no optimum in the variance of a block that the tangent model does better without.
+        """
+        problem, prior = self.problem, self.problem.prior
+        size = problem.prior_residual.square().mean()
+        size = size if float(size) > 0 else self.noise_variance.detach()
+        first = [prior.class_blocks.index(block) for block in sorted(set(prior.class_blocks))]
+        traces = self.belief.class_traces()[first]
+        scales = torch.where(traces > 0, size * problem.observation.rows / traces, prior.coefficients().detach()[first])
+        values = prior.limits(*(end * scales for end in RANGE))
+        noises = ((end * size).log()[None] for end in NOISE_RANGE)
+        smallest, largest = (torch.cat(pair) for pair in zip(values, noises, strict=True))
+        return smallest, largest
+
+    def _with_remarks(self) -> InversePosterior:
+        """Return the posterior with remarks on what makes its error bars doubtful; raise if there are none."""
+        unused, names, findings = self.unused_blocks, self.problem.prior.groups or ("all weights",), []
+        trace = self.trace or Trace("")
+        if len(unused) == len(names):
+            message = (
+                f"the evidence is highest without any uncertainty of the weights: noise of {float(self.noise_std):.3g} "
+                "explains the measurements, so nothing can be learned about error bars. Give the prior and noise_std."
+            )
+            raise DivergedError(message, trace, self)
+        if unused:
+            which = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
+            findings.append(
+                f"{len(unused)} of {len(names)} variances have no effect ({which}): the tangent model does better "
+                "without these weights, and they add next to nothing to the error bars, which may be too narrow. A "
+                "prior with fewer blocks is safer."
+            )
+        if self.learns_noise and float(self.noise_variance.log() - self.limits[0][-1]) < 0.1:
+            findings.append(
+                f"the learned noise fell to {float(self.noise_std):.3g}, the smallest of the search: the tangent model "
+                "explains the measurements without noise, so the error bars leave it out. Give noise_std."
+            )
+        ratio = float(self.problem.residual.square().mean() / self.noise_variance.detach()) ** 0.5
+        if ratio > UNFITTED:
+            findings.append(
+                f"the network misses the measurements by {ratio:.3g} times the noise: its output is not the mean that "
+                "the error bars belong to, and they are too narrow around it. Train it longer, or use tangent_mean."
+            )
+        return self.with_trace(replace(trace, findings=(*trace.findings, *findings))) if findings else self
+
+    @property
+    def unused_blocks(self) -> tuple[str, ...]:
+        """The blocks of the prior of which the measurements say, and that add, next to nothing."""
+        prior = self.problem.prior
+        each = prior.coefficients().detach() * self.belief.class_traces()
+        total = each.new_zeros(max(prior.class_blocks) + 1)
+        total.index_add_(0, torch.tensor(prior.class_blocks, device=each.device), each)
+        nats = 0.5 * total / self.noise_variance.detach()
+        names = prior.groups or ("all weights",)
+        return tuple(name for name, size in zip(names, nats.tolist(), strict=True) if size < UNUSED)
 
     @cached_property
     def _nearby(self) -> Eigenpairs | None:
@@ -153,15 +234,15 @@ class InversePosterior:
     @outside_autocast
     @outside_inference
     def log_evidence(self) -> Tensor:
-        """Return the log marginal likelihood of the tangent model, with every constant, a scalar tensor.
+        """Return the log marginal likelihood of the tangent model, log N(y; A h(mean), K_yy), a scalar tensor.
 
-        -½ [|y - A f|²/σ² + (θ - mean)ᵀ Σ⁻¹ (θ - mean) + log det K_yy + dy log 2π]. For a linear model at its optimum it
-        equals log N(y; A h(mean), K_yy). Differentiable in the prior's values and the noise. Without class matrices the
-        log-determinant is an estimate; ``evidence_error`` is its part of the standard error.
+        h(mean) = f + J (mean - w̃) is the image at the mean of the prior. The weights are integrated out, so the value
+        does not depend on how well the network was trained, other than through f, J and w̃. Differentiable in the
+        prior's values and the noise. Without class matrices the log-determinant is an estimate, and
+        ``evidence_error`` its standard error.
         """
-        problem = self.problem
-        misfit = problem.residual.square().sum() / self.noise_variance + self.prior.penalty(problem.theta)
-        return -0.5 * (misfit + self.belief.logdet() + problem.observation.rows * math.log(2 * math.pi))
+        constant = self.problem.observation.rows * math.log(2 * math.pi)
+        return -0.5 * (self.belief.deviance() + constant)
 
     @property
     def evidence_error(self) -> float:
@@ -275,6 +356,7 @@ class InversePosterior:
             f"noise std {float(self.noise_std):.4g}" + (" (learned)" if self.learns_noise else " (given)"),
             f"log evidence {float(self.log_evidence()):.6g}{error}",
             f"prior {type(problem.prior).__name__} with {problem.prior.values.numel()} hyperparameters",
+            *(() if self.trace is None else self.trace.findings),
         ]
         return "\n".join(lines)
 

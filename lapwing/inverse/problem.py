@@ -35,12 +35,20 @@ class InverseProblem:
     prior: ClassCovariance
     residual: Tensor  # y - A f(x), (dy,), float64
     theta: Tensor  # the trained weights w̃ (P,), float64
+    prior_residual: Tensor  # y - A h(mean) = residual + A J (w̃ - mean), (dy,), float64
 
     @classmethod
     def of(cls, network: Tangent, observation: Observation, prior: ClassCovariance, y: Tensor) -> InverseProblem:
         """Return the problem of measurements y (dy,) in float64."""
         residual = y - observation.forward(network.f.double()[None])[0]
-        return cls(network, observation, prior, residual, network.theta().double())
+        theta = network.theta().double()
+        return cls(network, observation, prior, residual, theta, residual).with_prior_residual()
+
+    def with_prior_residual(self) -> InverseProblem:
+        """Return the problem with y - A h(mean) for the mean of its prior, at the cost of a product with J."""
+        network = self.network
+        change = network.forward((self.theta - self.prior.mean)[None]).double()
+        return replace(self, prior_residual=self.residual + self.observation.forward(change)[0])
 
     @property
     def evidence_unit(self) -> int:
@@ -55,7 +63,7 @@ class InverseProblem:
                 "the prior has other blocks than that of the fit; expected the same blocks with other values. Fit "
                 "again with lw.inverse.fit(prior=...)."
             )
-        return replace(self, prior=prior)
+        return replace(self, prior=prior).with_prior_residual()
 
     def with_precisions(self, values: Tensor) -> InverseProblem:
         """Return the problem with other hyperparameters of the same prior, in the shape of ``prior.values``."""

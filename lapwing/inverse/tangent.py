@@ -130,12 +130,27 @@ class Tangent:
             return jvp(self._at, (self.parameters,), (tangent,))[1]
 
         def pushed(chunk: Tensor) -> Tensor:
-            with FORWARD_MODE, torch.no_grad(), quiet, math_attention:
-                return vmap(one)(self.selection.split(chunk)).detach()
+            try:
+                with FORWARD_MODE, torch.no_grad(), quiet, math_attention:
+                    return vmap(one)(self.selection.split(chunk)).detach()
+            except NotImplementedError:  # an operation without a forward derivative, such as weight_norm
+                return torch.stack([self._forward_by_back(row) for row in chunk])
 
         rows = v.to(self.output)
         parts = (pushed(rows[chunk]) for chunk in self._chunks(len(v), self.selection.size))
         return gathered(parts, len(v)) if len(v) else rows.new_zeros(0, self.size)
+
+    def _forward_by_back(self, v: Tensor) -> Tensor:
+        """Return J v (dx,) for one v (P,), the derivative of vᵀ Jᵀ u in u, by backward passes alone."""
+        with torch.enable_grad(), quiet, math_attention:
+            values = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
+            out = self._at(values)
+            u = torch.zeros_like(out, requires_grad=True)
+            grads = torch.autograd.grad(
+                out, list(values.values()), u, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            total = torch.cat([grad.reshape(-1) for grad in grads]) @ v
+            return torch.autograd.grad(total, u)[0].detach()
 
     def back(self, u: Tensor) -> Tensor:
         """Return Jᵀ u (K, P) for rows u (K, dx)."""

@@ -128,6 +128,16 @@ class Tunable(Reweightable, Protocol):
     def with_trace(self, trace: Trace) -> Posterior: ...
 
 
+@runtime_checkable
+class Bounded(Protocol):
+    """A posterior that knows beyond which hyperparameters its evidence hardly changes; a search stays inside."""
+
+    @property
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """The smallest and largest logarithms of all values of the prior, flat, and of the noise after them."""
+        ...
+
+
 class Linearised(Posterior, Reweightable, Protocol):
     """A belief about the weights that the Jacobian maps to outputs; another prior or noise needs no data."""
 

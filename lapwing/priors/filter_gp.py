@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from lapwing.priors.taps import TapGrid, tap_grid
 
 JITTER = 1e-6  # added to the variance of every tap, relative, so that long length-scales can be factorised
 MOST_TAPS = 1024  # a larger array with three dimensions is hardly a kernel
-RANGE = (1e-10, 1e12)  # of variances relative to squared weights, and of length-scales in taps; outside is no optimum
+LENGTHS = (1e-2, 1e4)  # in taps; below, taps are independent, and above, they are equal
 STARTS = (1e-8, 1e6)  # factors of the variances, for weights that are all zero or very large
 BLOCKS = Rule("a mapping from regular expressions to names of blocks, or None", lambda v: _is_mapping(v) or v is None)
 
@@ -305,7 +305,7 @@ class BoundFilterGP(ClassCovariance):
         return torch.stack(terms)
 
     def started(self, theta: Tensor, rows: int) -> BoundFilterGP:
-        """Return the prior with variances near the optimum of the evidence for the trained weights.
+        """Return the prior with variances of the size of the trained weights, where a search for better ones starts.
 
         The penalty of each block becomes half of the number of its weights that ``rows`` data can determine.
         """
@@ -318,8 +318,9 @@ class BoundFilterGP(ClassCovariance):
             number += block.n_values
         return replace(self, values=values)
 
-    def in_range(self, values: Collection[float], theta: Tensor) -> bool:
-        """Return whether an optimum can be at these variances and length-scales."""
-        size = float(theta.detach().double().square().mean())
-        lows = [RANGE[0] * (min(1.0, size) if name.endswith(".variance") else 1.0) for name in self.names]
-        return all(low < value < RANGE[1] for low, value in zip(lows, values, strict=True))
+    def limits(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        ends = torch.stack([low, high]).log()
+        lengths = ends.new_tensor(LENGTHS).log()
+        pairs = [torch.stack([ends[:, i], lengths], 1)[:, : block.n_values] for i, block in enumerate(self.blocks)]
+        smallest, largest = torch.cat(pairs, 1)
+        return smallest, largest

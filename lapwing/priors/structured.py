@@ -6,7 +6,7 @@ weights that share hyperparameters; each block has one or more classes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -60,7 +60,12 @@ class ClassCovariance(Protocol):
 
     @property
     def class_blocks(self) -> tuple[int, ...]:
-        """The number of the block of each class."""
+        """The number of the block of each class; the first class of a block is that of single weights."""
+        ...
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the blocks; empty if there is one block of all weights."""
         ...
 
     def coefficients(self) -> Tensor:
@@ -91,8 +96,11 @@ class ClassCovariance(Protocol):
         """Return (θ - mean)ᵀ Σ⁻¹ (θ - mean) for θ (P,)."""
         ...
 
-    def in_range(self, values: Collection[float], theta: Tensor) -> bool:
-        """Return whether an optimum of the evidence can be at these hyperparameters, given the trained weights."""
+    def limits(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest and largest log hyperparameters, in the order of ``values``, flat.
+
+        ``low`` and ``high`` (blocks,) are the smallest and largest variances of a weight of each block.
+        """
         ...
 
     def samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -189,6 +197,9 @@ class DiagonalCovariance(ClassCovariance, Protocol):
 
     def coefficients(self) -> Tensor:
         return self.values.reshape(-1).reciprocal()
+
+    def limits(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        return -high.log(), -low.log()
 
     def multiply(self, v: Tensor) -> Tensor:
         return v / self.vector.to(v)

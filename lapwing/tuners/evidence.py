@@ -14,7 +14,7 @@ from torch import Tensor
 from lapwing.core.settings import FLAG, FUNCTION, POSITIVE, Rule, require_integer, seen
 from lapwing.core.trace import Step, Trace
 from lapwing.errors import DivergedError, UnsupportedError
-from lapwing.posteriors.protocols import HasEvidence, Posterior, Reweightable, Tunable
+from lapwing.posteriors.protocols import Bounded, HasEvidence, Posterior, Reweightable, Tunable
 from lapwing.priors.bound import starting_precisions
 
 LARGEST_SLOPE = 1e-3  # per weight; above it a search has not converged
@@ -60,9 +60,16 @@ class Search:
         """The number of precisions; the other entries of x are noise variances."""
         return int(self.posterior.problem.prior.values.numel())
 
+    def inside(self, x: Tensor) -> Tensor:
+        """Return x within the limits of the posterior, if it has some."""
+        if not isinstance(self.posterior, Bounded):
+            return x
+        low, high = (limit[: len(x)].to(x) for limit in self.posterior.limits)
+        return x.clamp(low, high)
+
     def at(self, x: Tensor) -> Any:
-        """Return the posterior at x, differentiable in x."""
-        posterior = self.posterior
+        """Return the posterior at x, or at the nearest point within its limits, differentiable in x."""
+        posterior, x = self.posterior, self.inside(x)
         if self.noise:
             posterior = posterior.with_noise(x[self.n_precisions :].exp().reshape(posterior.noise.shape))
         precisions = x[: self.n_precisions].exp().reshape(posterior.problem.prior.values.shape)
@@ -88,7 +95,7 @@ class Search:
 
     def step(self, x: Tensor, score: float = math.nan, gamma: float | None = None) -> Step:
         """Return the entry of the trace for x."""
-        values = x.detach().exp().tolist()
+        values = self.inside(x.detach()).exp().tolist()
         return Step(score, tuple(values[: self.n_precisions]), tuple(values[self.n_precisions :]), gamma)
 
     def record(self, x: Tensor, score: float, gamma: float | None = None) -> None:
@@ -138,7 +145,8 @@ def start_near_optimum(posterior: Any) -> Any:
 
 def in_range(precisions: Collection[float], posterior: Posterior) -> bool:
     """Return whether the evidence can have an optimum at these hyperparameters of the prior."""
-    return posterior.problem.prior.in_range(precisions, posterior.problem.network.theta())
+    problem = posterior.problem
+    return isinstance(posterior, Bounded) or problem.prior.in_range(precisions, problem.network.theta())
 
 
 def minimise(

@@ -47,10 +47,23 @@ def posterior_covariance(j: Tensor, sigma: Tensor, a: Tensor, noise: float) -> T
     return j @ torch.linalg.inv(precision) @ j.mT
 
 
-def log_evidence(residual: Tensor, theta: Tensor, j: Tensor, sigma: Tensor, a: Tensor, noise: float) -> Tensor:
-    """The log evidence of the tangent model at weights θ with prior mean zero, from dense matrices."""
+def log_evidence(
+    y: Tensor, f: Tensor, w: Tensor, j: Tensor, sigma: Tensor, a: Tensor, noise: float, mean: float | Tensor = 0.0
+) -> Tensor:
+    """log N(y; A (f + J (mean - w)), A J Σ Jᵀ Aᵀ + noise I)."""
     kernel = a @ j @ sigma @ j.mT @ a.mT + noise * torch.eye(len(a), dtype=D)
-    quadratic = residual @ residual / noise + theta @ torch.linalg.solve(sigma, theta)
+    centre = a @ (f + j @ (mean - w))
+    return torch.distributions.MultivariateNormal(centre, kernel).log_prob(y)
+
+
+def former_evidence(y: Tensor, f: Tensor, w: Tensor, j: Tensor, sigma: Tensor, a: Tensor, noise: float) -> Tensor:
+    """The Laplace evidence at the trained weights w with prior mean zero, as if they were the tangent model's optimum.
+
+    It is what version 0.2.0 maximised, to compare with.
+    """
+    kernel = a @ j @ sigma @ j.mT @ a.mT + noise * torch.eye(len(a), dtype=D)
+    residual = y - a @ f
+    quadratic = residual @ residual / noise + w @ torch.linalg.solve(sigma, w)
     return -0.5 * (quadratic + torch.linalg.slogdet(kernel)[1] + len(a) * math.log(2 * math.pi))
 
 

@@ -64,8 +64,12 @@ class Case:
         return torch.cat([parameters[name].detach().reshape(-1) for name in NAMES])
 
     @cached_property
+    def f(self) -> Tensor:
+        return self.model(self.x).detach().reshape(-1)
+
+    @cached_property
     def residual(self) -> Tensor:
-        return self.y - self.a @ self.model(self.x).detach().reshape(-1)
+        return self.y - self.a @ self.f
 
     def sigma(self, values: Any = VALUES) -> Tensor:
         """The prior covariance of the blocks in ``BLOCKS``, written out."""
@@ -85,18 +89,21 @@ class Case:
         return dense.posterior_covariance(self.jacobian, self.sigma(values), self.a, noise)
 
     def evidence(self, values: Any = VALUES, noise: float = NOISE) -> Tensor:
-        return dense.log_evidence(self.residual, self.theta, self.jacobian, self.sigma(values), self.a, noise)
+        return dense.log_evidence(self.y, self.f, self.theta, self.jacobian, self.sigma(values), self.a, noise)
 
 
 @lru_cache
 def case() -> Case:
+    """The measurements are a draw from the tangent model, so that the trained weights are not its optimum."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = Net().double().eval()
     x = torch.randn(1, 1, 4, 5, dtype=D, generator=seed(1))
     a = torch.randn(DY, DX, dtype=D, generator=seed(2)) / 5
-    y = a @ model(x).detach().reshape(-1) + 0.4 * torch.randn(DY, dtype=D, generator=seed(3))
-    return Case(model, x, a, y)
+    blank = Case(model, x, a, torch.zeros(DY, dtype=D))
+    drawn = torch.linalg.cholesky(blank.sigma()) @ torch.randn(len(blank.theta), dtype=D, generator=seed(4))
+    noise = NOISE**0.5 * torch.randn(DY, dtype=D, generator=seed(3))
+    return replace(blank, y=a @ (blank.f + blank.jacobian @ (drawn - blank.theta)) + noise)
 
 
 def fitted(**settings: Any) -> lw.inverse.InversePosterior:

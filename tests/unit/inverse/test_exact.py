@@ -85,8 +85,7 @@ def test_the_identity_is_the_default_operator() -> None:
     posterior = fitted(operator=None, y=y)
     eye = torch.eye(DX, dtype=D)
     assert_close(posterior.covariance(), dense.posterior_covariance(one.jacobian, one.sigma(), eye, NOISE))
-    residual = y - one.model(one.x).detach().reshape(-1)
-    expected = dense.log_evidence(residual, one.theta, one.jacobian, one.sigma(), eye, NOISE)
+    expected = dense.log_evidence(y, one.f, one.theta, one.jacobian, one.sigma(), eye, NOISE)
     assert abs(float(posterior.log_evidence() / expected - 1)) < 1e-10
 
 
@@ -110,7 +109,7 @@ def test_ordinary_priors_serve_too(prior: Any) -> None:
     posterior = fitted(prior=prior)
     sigma = torch.diag(1 / posterior.prior.vector)  # type: ignore[attr-defined]
     assert_close(posterior.covariance(), dense.posterior_covariance(one.jacobian, sigma, one.a, NOISE))
-    expected = dense.log_evidence(one.residual, one.theta, one.jacobian, sigma, one.a, NOISE)
+    expected = dense.log_evidence(one.y, one.f, one.theta, one.jacobian, sigma, one.a, NOISE)
     assert abs(float(posterior.log_evidence() / expected - 1)) < 1e-10
 
 
@@ -127,6 +126,34 @@ def test_at_the_optimum_of_a_linear_model_the_evidence_is_the_density_of_y() -> 
     kernel = j @ j.mT / precision + noise * torch.eye(7, dtype=D)
     expected = torch.distributions.MultivariateNormal(j @ centre, kernel).log_prob(y)
     assert abs(float(posterior.log_evidence() / expected - 1)) < 1e-10
+
+
+@pytest.mark.parametrize("solver", ["exact", "cg"])
+def test_the_evidence_away_from_the_optimum_and_with_a_prior_mean(solver: str) -> None:
+    """The residual at the trained weights and their distance from the mean would give another number."""
+    one, mean = case(), torch.linspace(-0.5, 0.4, len(case().theta), dtype=D)
+    posterior = fitted(prior=lw.isotropic(0.8, mean), solver=solver)
+    sigma = torch.eye(len(mean), dtype=D) / 0.8
+    expected = dense.log_evidence(one.y, one.f, one.theta, one.jacobian, sigma, one.a, NOISE, mean)
+    assert_close(posterior.log_evidence(), expected)
+    former = dense.former_evidence(one.y, one.f, one.theta, one.jacobian, one.sigma(), one.a, NOISE)
+    assert abs(float(one.evidence() - former)) > 1  # the trained weights of the case are not the optimum
+    centred = posterior.with_prior(lw.isotropic(0.8))
+    expected = dense.log_evidence(one.y, one.f, one.theta, one.jacobian, sigma, one.a, NOISE)
+    assert_close(centred.log_evidence(), expected)
+
+
+@pytest.mark.parametrize("solver", ["exact", "cg"])
+def test_the_tangent_mean_is_the_optimum_of_the_tangent_model(solver: str) -> None:
+    """Solved for in the weights; the reconstruction stays the output of the network."""
+    one, mean = case(), 0.2
+    posterior = fitted(prior=lw.isotropic(0.8, mean), solver=solver)
+    aj = one.a @ one.jacobian
+    precision = aj.mT @ aj / NOISE + 0.8 * torch.eye(len(one.theta), dtype=D)
+    target = aj.mT @ (one.residual + aj @ one.theta) / NOISE + torch.full_like(one.theta, 0.8 * mean)
+    image = one.f + one.jacobian @ (torch.linalg.solve(precision, target) - one.theta)
+    assert_close(posterior.tangent_mean.reshape(-1), image, SOLVED if solver == "exact" else 0.4)
+    assert_close(posterior.reconstruction.reshape(-1), one.f)
 
 
 def test_class_variances_add_up_to_those_of_differences() -> None:

@@ -37,9 +37,47 @@ def test_the_default_learns_everything_by_the_evidence() -> None:
     assert posterior.trace.tuner == "MaximiseEvidence"
     assert float(posterior.log_evidence()) > start
     assert float(slopes(posterior).abs().max()) < 1e-3 * 17
-    assert len(posterior.prior.values) == 8  # three kernels with a length-scale, two without
+    assert posterior.prior.names == ("weights.variance", "weights.length_scale")  # type: ignore[attr-defined]
     assert posterior.learns_noise
     assert float(posterior.noise_std) != pytest.approx(float(one.residual.square().mean().sqrt()))
+
+
+def drawn(variances: tuple[float, float, float], noise: float, **settings: Any) -> lw.inverse.InversePosterior:
+    """A posterior, one variance for each block of the case, of measurements drawn with these true variances."""
+    one = case()
+    spread = one.sigma((variances[0], 0.1, variances[1], 0.1, variances[2])).diagonal().sqrt()
+    theta = spread * torch.randn(len(one.theta), dtype=D, generator=seed(5))
+    y = one.a @ (one.f + one.jacobian @ (theta - one.theta))
+    y = y + noise * torch.randn(len(y), dtype=D, generator=seed(6))
+    return fitted(y=y, prior=lw.grouped(dict.fromkeys(BLOCKS, 1.0)), **settings)
+
+
+def test_a_block_that_the_measurements_do_not_need_is_said() -> None:
+    """Its variance has no optimum: the evidence is highest at zero, and so it should be small and not zero."""
+    posterior = drawn((0.0, 1.0, 0.0), 0.05, noise_std=0.05).tuned()
+    assert posterior.unused_blocks == ("inc.*", "skip.*|out.*")
+    assert posterior.trace is not None
+    assert "2 of 3 variances have no effect (inc.*, skip.*|out.*)" in posterior.trace.findings[0]
+    assert "no effect" in posterior.summary()
+    assert float(slopes(posterior)[:-1].abs().max()) < 1e-3 * 17
+    assert bool(torch.isfinite(posterior.prior.values).all())
+    assert float(posterior.std.min()) > 0
+
+
+def test_error_bars_of_zero_are_refused() -> None:
+    """Noise explains all that the prior mean does not."""
+    with pytest.raises(
+        lw.errors.DivergedError, match=r"without any uncertainty of the weights: noise of 0\.3 explains"
+    ):
+        drawn((0.0, 0.0, 0.0), 0.2, noise_std=0.3).tuned()
+
+
+def test_a_noise_that_vanishes_and_a_network_far_from_its_measurements_are_said() -> None:
+    posterior = drawn((0.0, 1.0, 0.0), 0.0, noise_std=None).tuned()
+    assert posterior.trace is not None
+    noise, network = posterior.trace.findings[-2:]
+    assert "the smallest of the search: the tangent model explains the measurements without noise" in noise
+    assert "the network misses the measurements by" in network
 
 
 def test_given_noise_is_kept() -> None:
@@ -84,7 +122,7 @@ def test_a_hyperprior_may_use_the_image() -> None:
     variances = start.class_variances(torch.tensor([[0, 1], [1, 2], [7, 8]]))
 
     def smooth(posterior: Any) -> Tensor:
-        return -50.0 * (posterior.prior.coefficients() @ variances).sqrt().sum()
+        return -2.0 * (posterior.prior.coefficients() @ variances).sqrt().sum()
 
     tuner = lw.tuners.MaximiseEvidence(noise=True, max_steps=200, hyperprior=smooth)
     rough, smoothed = start.tuned(), start.tuned(tuner)
