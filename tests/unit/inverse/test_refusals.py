@@ -124,7 +124,10 @@ def test_kernels_that_are_computed_are_refused_unless_their_parameters_are_named
     with pytest.raises(lw.errors.ModelError, match="the kernel of 0 is computed from other parameters"):
         lw.inverse.fit(net, x, y, prior=1.0, noise_std=0.1)
     posterior = lw.inverse.fit(net, x, y, prior=1.0, noise_std=0.1, weights=lw.all_weights)
-    assert len(posterior.problem.network.selection.names) == 5
+    network = posterior.problem.network
+    assert len(network.selection.names) == 5
+    jacobian = network.back(torch.eye(3, dtype=D))  # (3, P); weight_norm has no forward derivative
+    assert_close(network.forward(torch.eye(jacobian.shape[1], dtype=D)), jacobian.mT)
 
 
 def test_later_changes_of_what_was_given_do_not_matter() -> None:
