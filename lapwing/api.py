@@ -310,5 +310,5 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
     PATH.check("path", path)
     model = plain_module(model)
     device_of(model)
-    posterior, fingerprint, method, why, rows = files.load(path, model)
-    return Fitted(posterior, fingerprint, method, why, rows=rows)
+    posterior, fingerprint, about = files.load(path, model)
+    return Fitted(posterior, fingerprint, about.method, about.why, rows=about.rows, columns=about.columns)

@@ -7,7 +7,7 @@ posterior. This module knows none of their classes: each value takes itself apar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,7 +29,6 @@ from lapwing.priors.bound import Prior
 from lapwing.problem import Problem
 
 FORMAT = "lapwing-posterior-4"
-Loaded = tuple[Posterior, Fingerprint, str, str, KnownRows]
 PARTS = ("network", "likelihood", "prior", "posterior")
 
 
@@ -40,10 +39,18 @@ class Savable(Protocol):
     def state(self) -> State: ...
 
 
-def save(
-    posterior: Posterior, fingerprint: Fingerprint, method: str, why: str, rows: KnownRows, path: str | Path
-) -> None:
-    """Write the posterior, its method and why that was chosen, and the rows it knows; the model is not written.
+@dataclass(frozen=True)
+class About:
+    """What a file says beside the posterior: its method and why it was chosen, the rows it knows, names of columns."""
+
+    method: str
+    why: str
+    rows: KnownRows = KnownRows()
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def save(posterior: Posterior, fingerprint: Fingerprint, about: About, path: str | Path) -> None:
+    """Write the posterior and what there is to say about it; the model itself is not written.
 
     The file is written only if ``load`` would read it, and whole or not at all.
     """
@@ -56,10 +63,13 @@ def save(
                 f"the {name} {type(value).__name__} has no file form, a method state(); fit again where it is needed."
             )
         parts[name] = value.state()
-    parts["rows"] = rows.state()
+    parts["rows"] = about.rows.state()
     marks = {**asdict(fingerprint), "quick": ()}
     del marks["structure"]
-    settings = {"method": method, "why": why, "fingerprint": marks, "modules": fingerprint.modules}
+    settings = {
+        "method": about.method, "why": about.why, "fingerprint": marks, "modules": fingerprint.modules,
+        "columns": {name: list(names) for name, names in about.columns.items()},
+    }  # fmt: skip
     if problem.network.probed is None:
         settings["settings"] = fingerprint.settings
     state = State(FORMAT, settings, parts=parts)
@@ -70,7 +80,7 @@ def save(
     write(path, state)
 
 
-def load(path: str | Path, model: nn.Module) -> Loaded:
+def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, About]:
     """Read a posterior for this model, onto its device and in its dtype; return it with its method and the reason."""
     state = read(path, FORMAT, "posterior")
     model = unwrapped(model)
@@ -85,12 +95,13 @@ def load(path: str | Path, model: nn.Module) -> Loaded:
         raise FileError(f"{path} is damaged: {type(error).__name__}: {error}. Save the posterior again.") from error
 
 
-def _restored(state: State, model: nn.Module) -> Loaded:
+def _restored(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, About]:
     """Build the posterior from a state, each part after its values were checked."""
     numbers = ListOf(UNLIMITED, "n")
     fields = state.read(
         method=Text(), why=Text(), modules=MapOf(Text()), settings=Later(MapOf(Text())),
         **{name: Unread() for name in PARTS}, rows=Later(Part(KnownRows)),
+        columns=Later(MapOf(ListOf(Text()))),
         fingerprint=Record(
             Fingerprint, names=ListOf(Text(), "n"), shapes=ListOf(ListOf(Whole()), "n"), marks=numbers, norms=numbers,
             quick=ListOf(Text(), 0),
@@ -105,8 +116,8 @@ def _restored(state: State, model: nn.Module) -> Loaded:
     likelihood = Part(Likelihood).checked(fields["likelihood"], sizes)
     prior = Part(Prior, network).checked(fields["prior"], sizes)
     posterior = Part(Posterior, Problem(network, likelihood, prior)).checked(fields["posterior"], sizes)
-    rows = fields.get("rows", KnownRows())
-    return posterior, Fingerprint.of(model, before), fields["method"], fields["why"], rows
+    about = About(**{name: fields[name] for name in ("method", "why", "rows", "columns") if name in fields})
+    return posterior, Fingerprint.of(model, before), about
 
 
 def _moved(state: State, device: torch.device) -> State:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Fitted(Draws, Linearises, Reports):
     why: str = ""  # the reason for the method, if ``Auto`` chose it
     processes: Processes = ALONE  # those that fitted it together
     rows: KnownRows = KnownRows()  # sketches of the data that it was fitted to and validated on
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names that ``lapwing fit`` was given
 
     def __repr__(self) -> str:
         return f"<Fitted: {self.method}, {self.network.selection.size:,} weights, {self._numbers()}>"
@@ -329,7 +330,8 @@ class Fitted(Draws, Linearises, Reports):
             with self.processes.together():
                 self.posterior.state()  # its products over the data need all processes
         if self.processes.writes:
-            files.save(self.posterior, self.fingerprint, self.method, self.why, self.rows, path)
+            about = files.About(self.method, self.why, self.rows, self.columns)
+            files.save(self.posterior, self.fingerprint, about, path)
 
 
 def _first_three(values: Tensor) -> str:

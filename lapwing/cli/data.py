@@ -49,6 +49,7 @@ class Reader:
         size: The number of rows of a batch.
         labelled: Whether targets are needed; otherwise those of a file are left out.
         labels: Whether targets are classes, so that they may be texts.
+        known: The names that the posterior was fitted with. They count where the user gave none and the data have them.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Reader:
     size: int = 256
     labelled: bool = True
     labels: bool = True
+    known: Roles = Roles()
 
     def read(self, given: str, option: str = "--data") -> Given:
         """Return the data in a file, or those of the loader at an import path.
@@ -79,6 +81,11 @@ class Reader:
         """Return the reader of other data with the classes of these, so that equal texts have equal numbers."""
         return replace(self, roles=replace(self.roles, classes=data.classes))
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes that were given, now or for the fit."""
+        return self.roles.classes or self.known.classes
+
     def columns(self, given: str, names: tuple[str, ...]) -> dict[str, list[Any]]:
         """Return whole columns of a table, as they are in its file.
 
@@ -100,13 +107,13 @@ class Reader:
         if not path.is_file():
             raise FileError(f"there is no file {path}; expected data. Check {option}.")
         kind = FORMATS[path.suffix.lower()]
-        inputs, targets = self.roles.chosen(kind.names_in(path), str(path), kind.has_columns)
+        names = kind.names_in(path)
+        inputs, targets = self.roles.beside(self.known, names).chosen(names, str(path), kind.has_columns)
         if self.labelled and not targets:
-            names = listed(inputs)
-            raise DataError(f"{path} has {names} and no target; expected one. Say which: --target NAME.")
+            raise DataError(f"{path} has {listed(inputs)} and no target; expected one. Say which: --target NAME.")
         targets = targets if self.labelled else ()
         form = Form(self.size, dtype_of(self.model), takes_indices(self.model), self.labels)
-        table = Table(kind(path, (*inputs, *targets)), inputs, targets, form, self.roles.classes)
+        table = Table(kind(path, (*inputs, *targets)), inputs, targets, form, self.classes)
         self._refuse_unfit(table)
         return Given(table, table.described(), table.rows, table.classes)
 
@@ -146,7 +153,7 @@ class Reader:
                 "(inputs, targets) batches, or a function without arguments that returns one."
             )
         rows = _count(made)
-        return Given(made, path if rows is None else f"{path}: {rows} rows", rows, self.roles.classes)
+        return Given(made, path if rows is None else f"{path}: {rows} rows", rows, self.classes)
 
 
 def _count(loader: Any) -> int | None:

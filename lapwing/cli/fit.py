@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from lapwing.api import fit
@@ -13,6 +13,7 @@ from lapwing.cli.options import (
     add_data,
     add_model,
     add_out,
+    columns_of_fit,
     model_given,
     reader_given,
     refuse_output,
@@ -52,7 +53,7 @@ def run(arguments: Namespace) -> Outcome:
     one_of(LIKELIHOODS).check("--likelihood", arguments.likelihood)
     (one_of([*METHODS, "auto"]) | NONE).check("--method", arguments.method)
     (POSITIVE | NONE).check("--prior", arguments.prior)
-    refuse_output(arguments.out, arguments.overwrite)
+    refuse_output(arguments)
     generator = seed_all(arguments.seed)
     model = model_given(arguments)
     reader = reader_given(arguments, model, labels=named("likelihood", arguments.likelihood).has_logits)
@@ -63,6 +64,7 @@ def run(arguments: Namespace) -> Outcome:
         prior=arguments.prior, validation=None if held_out is None else held_out.batches,
         target_key=target_key(arguments), generator=generator,
     )  # fmt: skip
+    posterior = replace(posterior, columns=columns_of_fit(arguments, data.classes))
     posterior.save(arguments.out)
     described = [data.described, *([] if held_out is None else [held_out.described])]
     notes = worse_than_chance(posterior)

@@ -6,6 +6,7 @@ import argparse
 import os
 import random
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ from lapwing.cli.models import model_of
 from lapwing.cli.tables import Roles
 from lapwing.core.settings import usable_device
 from lapwing.errors import FileError, UnsupportedError
+
+COLUMNS = ("inputs", "target", "drop", "classes")  # options that name the parts of the data, as ``Roles`` has them
+NO_COLUMNS: Mapping[str, tuple[str, ...]] = {}
 
 
 def add_common(parser: ArgumentParser, device: bool = True) -> None:
@@ -101,25 +105,39 @@ def model_given(arguments: Namespace, trained: bool = True) -> nn.Module:
 
 
 def reader_given(
-    arguments: Namespace, model: nn.Module, labelled: bool = True, labels: bool = True, kept: tuple[str, ...] = ()
-) -> Reader:
-    """Return what reads the data of a command; columns that are kept for the output are no inputs."""
+    arguments: Namespace, model: nn.Module, labelled: bool = True, labels: bool = True, kept: tuple[str, ...] = (),
+    columns: Mapping[str, tuple[str, ...]] = NO_COLUMNS,
+) -> Reader:  # fmt: skip
+    """Return what reads the data of a command; columns that are kept for the output are no inputs.
+
+    ``columns`` are those of a posterior: names that the fit was given, which hold where no option says otherwise.
+    """
     roles = Roles(arguments.inputs, arguments.target, (*arguments.drop, *kept), arguments.classes)
-    return Reader(model, roles, arguments.batch_size, labelled, labels)
+    known = Roles(*((() if getattr(arguments, option) else columns.get(option, ())) for option in COLUMNS))
+    return Reader(model, roles, arguments.batch_size, labelled, labels, known)
 
 
-def target_key(arguments: Namespace) -> str | None:
+def columns_of_fit(arguments: Namespace, classes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Return the names that later commands need, for the file of the posterior."""
+    given = {option: getattr(arguments, option) for option in COLUMNS}
+    return {option: names for option, names in {**given, "classes": classes}.items() if names}
+
+
+def target_key(arguments: Namespace, columns: Mapping[str, tuple[str, ...]] = NO_COLUMNS) -> str | None:
     """Return the key of the target in batches of the user that are mappings."""
-    return arguments.target[0] if arguments.target and ":" in arguments.data else None
+    target = arguments.target or columns.get("target", ())
+    return target[0] if target and ":" in arguments.data else None
 
 
-def refuse_output(path: Path, overwrite: bool, suffixes: tuple[str, ...] = ()) -> None:
-    """Raise before any work if the file could not be written.
+def refuse_output(arguments: Namespace, suffixes: tuple[str, ...] = ()) -> None:
+    """Raise before any work if the file could not be written, or if the command reads it.
 
     Raises:
-        FileError: If it exists and may not be replaced, or its folder does not exist or is read-only.
+        FileError: If it exists and may not be replaced, its folder does not exist or is read-only, or it is one of the
+            files that the command reads, under whatever name.
         UnsupportedError: If its name does not end in one of the suffixes.
     """
+    path, overwrite = arguments.out, arguments.overwrite
     if suffixes and path.suffix.lower() not in suffixes:
         raise UnsupportedError(f"--out is {str(path)!r}; expected a name that ends in {' or '.join(suffixes)}.")
     folder = path.parent
@@ -127,10 +145,24 @@ def refuse_output(path: Path, overwrite: bool, suffixes: tuple[str, ...] = ()) -
         raise FileError(f"{path} cannot be written: there is no folder {folder}. Make it first, or change --out.")
     if path.is_dir():
         raise FileError(f"{path} is a folder; expected the name of a file. Change --out.")
+    for option, read in _files_read(arguments):
+        if path.exists() and read.exists() and path.samefile(read):  # through links and other spellings
+            raise FileError(f"--out is {path}, which is the file of {option} {read}; expected another. Change --out.")
     if path.exists() and not overwrite:
         raise FileError(f"{path} exists; expected a new name. Change --out, or replace it by --overwrite.")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise FileError(f"{path} may not be written to. Change its permissions, or --out.")
+
+
+def _files_read(arguments: Namespace) -> Iterator[tuple[str, Path]]:
+    """Yield the files that the command may read, each with its option."""
+    module = arguments.model.partition(":")[0]
+    if module:
+        yield "MODEL", Path(*module.split(".")).with_suffix(".py")
+    for option in ("weights", "posterior", "data", "validation"):
+        given = getattr(arguments, option, None)
+        if given is not None:
+            yield f"--{option}", Path(given)
 
 
 def names(text: str) -> tuple[str, ...]:

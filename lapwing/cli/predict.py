@@ -50,15 +50,16 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> Outcome:
     """Predict batch by batch, and write all predictions in the order of the data."""
-    refuse_output(arguments.out, arguments.overwrite, tuple(FORMATS))
+    refuse_output(arguments, tuple(FORMATS))
     seed_all(arguments.seed)
     model = model_given(arguments)
     posterior = posterior_of(arguments.posterior, model)
-    reader = reader_given(arguments, model, labelled=False, kept=arguments.keep)
+    known = posterior.columns
+    reader = reader_given(arguments, model, labelled=False, kept=arguments.keep, columns=known)
     data = reader.read(arguments.data)
     _refuse_classes(posterior, data.classes)
     kept = reader.columns(arguments.data, arguments.keep) if arguments.keep else {}
-    arrays = predictions(posterior, data.batches, arguments.level, target_key(arguments))
+    arrays = predictions(posterior, data.batches, arguments.level, target_key(arguments, known))
     _refuse_same(kept, arrays)
     columns = write_arrays(arguments.out, {**kept, **arrays}, data.classes)
     rows = len(next(iter(arrays.values())))

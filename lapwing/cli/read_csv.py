@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lapwing.cli.sources import Block
 from lapwing.errors import DataError, FileError
 
 WHOLE = 2.0**53  # up to here float64 has every whole number
+PLAIN = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,9 @@ class CsvFile:
             if len(cells) != len(header):
                 raise DataError(f"{self.path}, line {line} has {len(cells)} cells; expected {len(header)}, as above.")
             if not numbers and not texts:
+                for name, at in places.items():  # before a column of numbers is taken for one of texts
+                    if _is_odd(cells[at]):
+                        self._finite(cells[at], name, line, 1)
                 numbers = {n: array("d") for n, at in places.items() if _number(cells[at]) is not None}
                 texts = {n: [] for n in self.names if n not in numbers}
             for name, column in numbers.items():
@@ -78,8 +83,10 @@ class CsvFile:
     def _finite(self, cell: str, name: str, line: int, row: int) -> float:
         value = _number(cell)
         if value is None or not math.isfinite(value):
+            odd = _is_odd(cell) and math.isfinite(float(cell))
+            wanted = "number in plain digits, such as -1.5e3" if odd else "finite number"
             seen = f"is {cell.strip()!r:.40}" if cell.strip() else "is empty"
-            raise DataError(self._refusal(name, line, row, f"{seen}; expected a finite number. Correct it"))
+            raise DataError(self._refusal(name, line, row, f"{seen}; expected a {wanted}. Correct it"))
         return value
 
     def _refusal(self, name: str, line: int, row: int, what: str) -> str:
@@ -102,10 +109,22 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _number(cell: str) -> float | None:
+    """Return the number that a cell has in plain digits; None for anything else.
+
+    >>> _number(" -1.5e3 "), _number("1_0"), _number("nan"), _number("0x10"), _number("１")
+    (-1500.0, None, None, None, None)
+    """
+    text = cell.strip(" ")
+    return float(text) if PLAIN.fullmatch(text) else None
+
+
+def _is_odd(cell: str) -> bool:
+    """Return whether a cell is a number to Python and none in plain digits, such as 1_0, nan and full-width digits."""
     try:
-        return float(cell)
+        float(cell)
     except ValueError:
-        return None
+        return False
+    return _number(cell) is None
 
 
 def _tensor(values: array[float]) -> Tensor:

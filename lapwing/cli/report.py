@@ -37,14 +37,15 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> Outcome:
     """Write the page."""
-    refuse_output(arguments.out, arguments.overwrite, (".html", ".htm"))
+    refuse_output(arguments, (".html", ".htm"))
     seed_all(arguments.seed)
     model = model_given(arguments)
     posterior = posterior_of(arguments.posterior, model)
-    data = reader_given(arguments, model, labels=posterior.likelihood.has_logits).read(arguments.data)
+    known, labels = posterior.columns, posterior.likelihood.has_logits
+    data = reader_given(arguments, model, labels=labels, columns=known).read(arguments.data)
     report = posterior.report(
         data.batches, arguments.out, title=arguments.title or f"Error bars of {arguments.model}",
-        level=arguments.level, seed=arguments.seed, target_key=target_key(arguments),
+        level=arguments.level, seed=arguments.seed, target_key=target_key(arguments, known),
         command=shlex.join(["lapwing", *arguments.words]),
     )  # fmt: skip
     facts = {"data": data.facts, "seed": arguments.seed, "verdict": report.verdict, "report": report.numbers}

@@ -26,6 +26,17 @@ class Roles:
     dropped: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()  # the texts of the target, in the order of the network's outputs
 
+    def beside(self, known: Roles, names: Sequence[str]) -> Roles:
+        """Return these roles with those of ``known`` that a file with these names has, where these say nothing.
+
+        >>> Roles(dropped=("id",)).beside(Roles(targets=("price",), dropped=("date",)), ["id", "date", "size"])
+        Roles(inputs=(), targets=(), dropped=('id', 'date'), classes=())
+        """
+        present = lambda given: tuple(name for name in given if name in names)
+        inputs = self.inputs or (known.inputs if present(known.inputs) else ())
+        targets = self.targets or present(known.targets)
+        return Roles(inputs, targets, (*self.dropped, *present(known.dropped)), self.classes or known.classes)
+
     def chosen(self, names: Sequence[str], what: str, has_columns: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of inputs and targets among those of a file, ``what`` in messages; targets may be none.
 

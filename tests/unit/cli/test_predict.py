@@ -96,7 +96,10 @@ def test_targets_are_left_out_and_loaders_are_read(run: Run, tmp_path: Path, pos
     [
         ("--data new.csv --out p.csv", "there is no file new.csv"),
         ("--data test.npz --out p.txt", "--out is 'p.txt'; expected a name that ends in .csv or .npz or .parquet."),
-        ("--data test.npz --out test.npz", "test.npz exists"),
+        (
+            "--data test.npz --out test.npz",
+            "--out is test.npz, which is the file of --data test.npz; expected another. Change --out.",
+        ),
         ("--data test.npz --out p.csv --posterior none.lapwing", "there is no file none.lapwing; expected a posterior"),
         ("--data test.npz --out p.csv --posterior train.npz", "train.npz"),
         ("--data test.npz --out p.csv --weights wide.pt", "wide.pt belongs to another model"),

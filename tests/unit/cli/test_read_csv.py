@@ -85,3 +85,32 @@ def test_only_the_chosen_columns_are_read(tmp_path: Path) -> None:
 def test_another_encoding_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"no csv file in UTF-8"):
         CsvFile.names_in(written(tmp_path, "größe,b\n1,2\n", "latin-1"))
+
+
+@pytest.mark.parametrize("cell", ["1_0", "１０", "1e1_0"])
+@pytest.mark.parametrize("row", [1, 2])
+def test_numbers_are_plain_digits(cell: str, row: int, tmp_path: Path) -> None:
+    """What Python alone takes for a number is neither a number nor a class."""
+    rows = ["3,4", "5,6"]
+    rows.insert(row - 1, f"2,{cell}")
+    path = written(tmp_path, "a,b\n" + "\n".join(rows) + "\n")
+    with pytest.raises(DataError, match=r"table\.csv") as refused:
+        _ = CsvFile(path, ("a", "b")).columns
+    assert f"row {row} (line {row + 1}), column 'b' is {cell!r}; expected a number in plain digits" in str(
+        refused.value
+    )
+
+
+@pytest.mark.parametrize("cell", ["nan", "Infinity", "-inf", "1e999"])
+def test_a_number_that_is_not_finite_is_no_class(cell: str, tmp_path: Path) -> None:
+    path = written(tmp_path, f"a,b\n1,{cell}\n2,3\n")
+    with pytest.raises(DataError, match=rf"row 1 \(line 2\), column 'b' is '{cell}'; expected a finite number"):
+        _ = CsvFile(path, ("a", "b")).columns
+
+
+def test_plain_numbers_in_all_their_spellings(tmp_path: Path) -> None:
+    path = written(tmp_path, "a,b\n 1,+.5\n-2 ,1.\n3e2,1.5E-3\n0x10,1\n".replace("0x10", "007"))
+    columns = CsvFile(path, ("a", "b")).columns
+    assert columns["a"].tolist() == [1, -2, 300, 7]  # type: ignore[union-attr]
+    assert columns["b"].tolist() == [0.5, 1.0, 0.0015, 1.0]  # type: ignore[union-attr]
+    assert CsvFile(written(tmp_path, "a\n0x10\n"), ("a",)).columns["a"] == ["0x10"]
