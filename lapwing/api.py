@@ -23,7 +23,7 @@ from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.fitting import (
     chosen_by,
-    exact_others,
+    exact_other,
     finished,
     likelihood_given,
     problem_of,
@@ -189,8 +189,9 @@ def fit(
         posterior = judged(posterior, batches)
     elif prior is None and posterior.linearised:
         averaged = method is None and problem.likelihood.has_tails
-        others = exact_others(posterior, batches, generator) if averaged else ()
-        posterior = Budget(batches, others=others)(posterior)
+        other = exact_other(posterior, batches, generator) if averaged else None
+        others, scales = ((other[0],), (other[1],)) if other else ((), ())
+        posterior = Budget(batches, others=others, scales=scales)(posterior)
     posterior = finished(posterior, batches, held_out, reused.findings)
     fingerprint = Fingerprint.of(posterior.problem.network.model, before)
     return Fitted(posterior, fingerprint, type(chosen).__name__, why, processes, reused.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,13 @@ from torch import Tensor, nn
 
 from lapwing.core.batches import Batch
 from lapwing.core.data import Data
+from lapwing.core.inputs import Inputs
 from lapwing.core.processes import Processes
+from lapwing.core.random import independent_generator, uniform
+from lapwing.core.weights import Weighted
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.weighted import spread
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace
@@ -24,6 +29,7 @@ from lapwing.networks.forward import own_loss
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
+from lapwing.posteriors.beliefs import beliefs_at
 from lapwing.posteriors.draws import MANY
 from lapwing.posteriors.protocols import Tunable
 from lapwing.priors.bound import Prior
@@ -35,7 +41,11 @@ from lapwing.tuners.protocol import FollowsEvidence, Tuner, applied
 from lapwing.tuners.reuse import with_findings
 
 LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
+ROWS = 600  # data that it is computed from, if there are more
+COMPARED = 200  # data at which the two are compared
+FEW_OUTPUTS = 3  # of an input, up to which a Jacobian of so many data is small
 MEMORY = 2**30  # bytes of the rows of a Jacobian for it
+SMALLEST_REST = 1e-3  # of a variance that its own datum leaves: rounding is not divided by
 LOOKED = 4  # samples from which ``Auto`` reads the sizes of a network
 
 
@@ -137,25 +147,76 @@ def _in_step(posterior: Any, processes: Processes) -> Any:
     return posterior if noise is None else posterior.with_noise(first[1])
 
 
-def exact_others(posterior: Any, data: Data, generator: torch.Generator | None) -> tuple[Any, ...]:
-    """Return the exact posterior, which the default for Gaussian noise averages with ``Kron``, if it is small enough.
+def exact_other(posterior: Any, data: Data, generator: torch.Generator | None) -> tuple[Any, float] | None:
+    """Return the exact posterior that the default for Gaussian noise averages with ``Kron``, and the factor of its V.
 
-    Over nine tables the average covers better than either: Kron is too narrow where networks are trained for long, the
-    exact posterior where they are not.
+    None if the problem is too large for it. ``Kron`` is too narrow where networks are trained for long, the exact
+    posterior where they are not. Of more than ``ROWS`` data it takes so many, drawn at random, each of which counts for
+    several: with all it would cost more than the training.
     """
     problem, statistics = posterior.problem, posterior.statistics
-    size, rows = problem.network.selection.size, statistics.data * statistics.outputs
+    size, outputs = problem.network.selection.size, statistics.outputs
+    rows = statistics.data * outputs
     if torch.Size(problem.network.output_shape).numel() > MANY:  # a backward pass for every output of every input
-        return ()
+        return None
     counted = data.processes.all(not data.weighted)  # a sum of weights does not say how many rows there are
-    few = counted and rows <= min(size, LARGEST) and 8 * rows * size <= MEMORY
-    if few and data.processes.all(data.repeats()):
-        method: Method = KernelSpace()
+    small = size <= LARGEST or (counted and rows <= LARGEST)
+    method: Method = KernelSpace()
+    if small and ROWS * outputs < size and outputs <= FEW_OUTPUTS and 8 * ROWS * outputs * size <= MEMORY:
+        data = _some_rows(problem.network, data, ROWS / statistics.data, generator)
     elif size <= LARGEST:
         method = Full()
-    else:
-        return ()
-    return (tuned_by(method.fit(problem, data, generator), None, data),)
+    elif not (small and rows <= size and 8 * rows * size <= MEMORY and data.processes.all(data.repeats())):
+        return None
+    exact = tuned_by(method.fit(problem, data, generator), None, data)
+    apart = problem.network.normalised or statistics.data > 2 * ROWS
+    return exact, _agreed_scale(posterior, exact, data) if apart else 1.0
+
+
+def _some_rows(network: Network, data: Data, share: float, generator: torch.Generator | None) -> Data:
+    """Return a share of the data, drawn at random and kept in memory, which count as often as all; all if it is one."""
+    generator = independent_generator(generator)
+    batches, total, kept = list[tuple[Inputs, Tensor, Tensor]](), 0.0, 0.0
+    for batch in data.batches("reading", weighted=True):
+        weights = torch.ones(batch.n_samples, dtype=torch.float64) if batch.weights is None else batch.weights
+        drawn = uniform((len(weights),), generator, weights) < share
+        total, kept = total + float(weights.sum()), kept + float(weights[drawn].sum())
+        rows = drawn.nonzero().flatten()
+        if len(rows):
+            targets = batch.targets[rows.to(batch.targets.device)]
+            batches.append((network.take(batch.inputs, rows), targets, weights[drawn]))
+    total, kept = (sum(data.processes.every(number)) for number in (total, kept))
+    if not kept:
+        return data
+    each = total / kept
+    weighted = each != 1 or data.weighted
+    source = [(x, Weighted(y, weights * each) if weighted else y) for x, y, weights in batches]
+    return Data(source, data.device, progress=data.progress, processes=data.processes)
+
+
+def _agreed_scale(posterior: Any, exact: Any, data: Data) -> float:
+    """Return the factor of the exact covariance that makes its median the geometric mean of both; 1 at most.
+
+    The exact variances compared are those at data left out: a datum of leverage h had V / (1 - h) without itself. Where
+    norms cancel the scale of weights, the evidence for that scale means little, and where few of the data are looked
+    at, directions that others determine are missing: the exact variances are then up to a hundred times too large.
+    """
+    for each in () if data.processes.alone else (posterior, exact):  # not at the first batch: a process may have none
+        each.prepare()
+    variances, count = list[Tensor](), 0
+    phi = exact.problem.likelihood.noise_variance
+    for batch in data.batches("comparing variances", weighted=True):
+        wide, own = (belief.variance.double() for belief in beliefs_at([posterior, exact], batch.inputs))
+        weights = 1.0 if batch.weights is None else spread(batch.weights, own)
+        left_out = own / (1 - weights * own / phi.to(own)).clamp_min(SMALLEST_REST)
+        variances.append(torch.stack([wide.flatten(), left_out.flatten()], 1))
+        count += batch.n_samples
+        if count >= COMPARED:
+            break
+    everywhere = data.processes.gather(torch.cat(variances) if variances else None)
+    assert everywhere is not None
+    wide, own = everywhere.median(0).values.tolist()
+    return math.sqrt(min(1.0, wide / own)) if own > 0 else 1.0
 
 
 def finished(posterior: Any, data: Data, held_out: Data | None, more: tuple[str, ...] = ()) -> Any:

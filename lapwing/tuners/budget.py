@@ -14,11 +14,12 @@ from lapwing.core.data import Data
 from lapwing.core.processes import ALONE, Processes
 from lapwing.core.settings import DATA, NONE, POSITIVE, POSITIVE_VALUES, Rule, require, require_integer
 from lapwing.core.trace import Trace
+from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.weighted import spread
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.predictives.densities import log_density
 from lapwing.problem import checked_targets
-from lapwing.tuners.cells import CellGrid, counted_scores, mean_score, varied, with_plain
+from lapwing.tuners.cells import FEW_POINTS, PLAIN_NOISE, CellGrid, counted_scores, mean_score, varied, with_plain
 from lapwing.tuners.protocol import required_data
 
 RATIOS = (1.0, 10.0, 100.0)
@@ -27,6 +28,11 @@ FLOOR = 1e-4  # loss below which a cell counts as harmless
 DEGREES = (math.inf, 8.0, 4.0)
 GAIN = 2.0  # nats by which Student tails must be better
 ADVICE = "validation data would calibrate this posterior: fit(..., validation=data)."
+WIDTH = (
+    "no held-out data checked the width of these error bars; 95 % intervals may be wider than they need be, or, for a "
+    "network that was trained for very long, too narrow."
+)
+APART = 0.3  # a scale of a posterior from which its disagreement is remarked on
 TRACE = Trace("Budget", "training NLL", findings=(ADVICE,), scored_on="training")
 
 
@@ -50,6 +56,7 @@ class Budget:
         ratios: Multiples of the evidence's precision.
         points: How many training data are looked at.
         others: Fitted posteriors around the same network to be averaged in (Gaussian noise only).
+        scales: The factors of their covariances; 1 if left out.
 
     Raises:
         UnsupportedError: If a setting is out of range, or, when called, there are no data.
@@ -68,6 +75,7 @@ class Budget:
     ratios: Sequence[float] = RATIOS
     points: int = 700
     others: Sequence[Any] = ()
+    scales: Sequence[float] = ()
 
     follows_evidence: ClassVar[bool] = True
 
@@ -79,6 +87,12 @@ class Budget:
         POSITIVE.check("budget", self.budget)
         POSITIVE_VALUES.check("ratios", self.ratios)
         require_integer("points", self.points)
+        if self.scales:
+            POSITIVE_VALUES.check("scales", self.scales)
+        if len(self.scales) not in (0, len(self.others)):
+            raise UnsupportedError(
+                f"scales has {len(self.scales)} entries for {len(self.others)} posteriors; expected one for each."
+            )
 
     def with_data(self, data: Data) -> Budget:
         return self if self.data is not None else replace(self, data=data)
@@ -108,16 +122,30 @@ class Budget:
         likelihood = base.problem.likelihood
         if likelihood.learns_dispersion:
             likelihood = likelihood.with_tails(*fitted_tails(standardised_residuals(base, data), data.processes))
-        bases = (base, *self.others)
-        tails = [each.problem.likelihood.with_tails(likelihood.degrees, likelihood.tail_scale) for each in bases]
-        cells = [Cell(i, each) for i, each in enumerate(tails)]
-        weights = torch.full((len(bases),), 1 / len(bases), dtype=torch.float64)
-        beliefs = tuple(Belief(i) for i in range(len(bases)))
-        grid = CellGrid.compared(bases, beliefs, [*cells, Cell(0, base.problem.likelihood, 0.0)])
-        scores, counts = counted_scores(grid, data, self.points)
+        bases, beliefs, plain = with_plain(base, [Belief(0)])
+        parts = [(0, base, 1.0)]
+        for other, scale in zip(self.others, self.scales or [1.0] * len(self.others), strict=True):
+            parts.append((len(beliefs), other, scale))
+            bases, beliefs = (*bases, other), [*beliefs, Belief(len(bases))]
+        parts.append((plain, base, 0.0))
+        tails = lambda each: each.problem.likelihood.with_tails(likelihood.degrees, likelihood.tail_scale)
+        cells = [Cell(number, tails(each), scale) for number, each, scale in parts]
+        share = (1 - PLAIN_NOISE) / (len(cells) - 1)
+        weights = torch.tensor([*[share] * (len(cells) - 1), PLAIN_NOISE], dtype=torch.float64)
+        grid = CellGrid.compared(bases, beliefs, [*cells, Cell(plain, base.problem.likelihood, 0.0)])
+        scores, counts = counted_scores(grid, data, min(self.points, FEW_POINTS))
         mixture = MixturePosterior.of(bases, beliefs, cells, weights)
         compared = _compared(scores, torch.cat([weights, weights.new_zeros(1)]), counts)
-        return mixture.with_trace(replace(TRACE, scores=compared))
+        findings = (WIDTH, *(_disagreement(scale) for scale in self.scales if scale <= APART), ADVICE)
+        return mixture.with_trace(replace(TRACE, scores=compared, findings=findings))
+
+
+def _disagreement(scale: float) -> str:
+    """Return the remark on posteriors of which one had to be scaled by so much to come half of the way."""
+    return (
+        f"the variance of the exact posterior is {scale**-2:.3g} times that of Kron, and is multiplied by {scale:.2g}: "
+        "the width of these error bars is uncertain by the square root of that."
+    )
 
 
 def _compared(scores: Tensor, weights: Tensor, counts: Tensor) -> dict[str, float]:
@@ -161,12 +189,14 @@ def fitted_tails(
     The likelihood of every candidate is summed piece by piece, so that memory does not grow with the residuals, and
     over the residuals of all processes.
     """
-    candidates = [(math.inf, 1.0)]
-    candidates += [(degrees, 0.4 + 0.025 * k) for degrees in DEGREES if degrees < math.inf for k in range(29)]
+    scales = {degrees: torch.arange(0.4, 1.11, 0.025, dtype=torch.float64) for degrees in DEGREES}
+    scales[math.inf] = torch.ones(1, dtype=torch.float64)
+    candidates = [(degrees, scale) for degrees in DEGREES for scale in scales[degrees].tolist()]
     totals, count = torch.zeros(len(candidates), dtype=torch.float64), 0.0
     for z, counts in residuals:
         counts = torch.ones_like(z) if counts is None else counts
-        totals += torch.stack([log_density(z / s, degrees) @ counts for degrees, s in candidates]).to(totals)
+        of_degrees = (log_density(z / scales[d].to(z).unsqueeze(1), d) @ counts for d in DEGREES)
+        totals += torch.cat([*of_degrees]).to(totals)
         count += float(counts.sum())
     totals, count = processes.sum([totals])[0], sum(processes.every(count))
     costs = [count * math.log(scale) + (0.0 if degrees == math.inf else GAIN) for degrees, scale in candidates]

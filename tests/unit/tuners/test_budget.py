@@ -68,11 +68,13 @@ def test_regression_averages_the_posteriors_with_the_same_tails() -> None:
     x = torch.randn(60, 2, dtype=D)
     data = (x, net(x).detach() + 0.2 * torch.distributions.StudentT(3.0).sample((60, 1)).to(D))
     kron, full = (lw.fit(net, data, "regression", method=method, prior=1.0) for method in (lw.Kron(), lw.Full()))
-    mixed = kron.tuned(lw.tuners.Budget(data, others=[full.posterior]))
+    mixed = kron.tuned(lw.tuners.Budget(data, others=[full.posterior], scales=[0.25]))
     tails = mixed.posterior.cells[0].likelihood
-    each = [tails.predict(posterior.functions(x)) for posterior in (kron, full)]
-    expected = torch.logsumexp(torch.stack([p.log_prob(data[1]) for p in each]), 0) - math.log(2)
-    assert_close(mixed.predict(x).log_prob(data[1]), expected)
+    plain, near, far = (posterior.functions(x) for posterior in (kron, kron, full))
+    each = [tails.predict(belief) for belief in (plain.widened(0.0), near, far.widened(0.25))]
+    shares = torch.tensor([0.5, 0.25, 0.25], dtype=D).log()[:, None, None]
+    expected = torch.logsumexp(torch.stack([p.log_prob(data[1]).reshape(60, 1) for p in each]) + shares, 0)
+    assert_close(mixed.predict(x).log_prob(data[1]).reshape(60, 1), expected)
 
 
 def test_given_noise_keeps_its_normal_distribution() -> None:
@@ -81,10 +83,10 @@ def test_given_noise_keeps_its_normal_distribution() -> None:
     data = (x, x[:, :1])
     posterior = lw.fit(net, data, lw.Gaussian(noise_std=0.5), prior=1.0)
     mixed = posterior.tuned(lw.tuners.Budget(data))
-    assert_close(mixed.predict(x).variance, posterior.predict(x).variance)
+    assert_close(mixed.predict(x).variance, 0.25 + 0.5 * posterior.functions(x).variance)
 
 
-@pytest.mark.parametrize("settings", [{"budget": 0.0}, {"ratios": ()}, {"points": 0}])
+@pytest.mark.parametrize("settings", [{"budget": 0.0}, {"ratios": ()}, {"points": 0}, {"scales": (0.5,)}])
 def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=next(iter(settings))):
         lw.tuners.Budget(**settings)
