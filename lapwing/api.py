@@ -100,9 +100,9 @@ def fit(
         tuner: Learns the precision in another way: an object from ``lw.tuners``, such as ``MaximiseEvidence()``, the
             naive evidence. Without one, a precision from the evidence (about ten factorisations, no data) is the
             centre of a mixture: over ``validation``, or, without such data, a guarded one that cannot do much harm
-            (``lw.tuners.Budget``; for Gaussian noise, Student tails and, up to 4,096 weights or rows and 256 outputs
-            of an input, the average with the exact posterior). With a given prior only a tuner that is given runs,
-            from that prior.
+            (``lw.tuners.Budget``; for Gaussian noise half the plain network, Student tails and, up to 4,096 weights or
+            rows and 256 outputs of an input, the exact posterior as one part). With a given prior only a tuner that is
+            given runs, from that prior.
         target_key: The key of the target in batches that are mappings; "labels", "label", "targets", "target" and "y"
             are recognised without it.
         output: For a model that returns a dictionary, an object or a tuple, which part has the outputs: a key or the

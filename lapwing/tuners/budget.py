@@ -45,10 +45,11 @@ class Budget:
     training targets by its part of a fixed budget; the plain network has the rest. This cannot do harm worth
     mentioning, and gains about half of what the best precision would: it is a guard, not a calibration.
 
-    With Gaussian noise the residuals do say something about the targets: Student tails are fitted to them, and
-    posteriors of ``others`` are averaged in with equal weights.
+    With Gaussian noise the residuals do say something about the targets: Student tails are fitted to them. Half of the
+    mixture is the plain network, and the posterior and ``others`` share the other half equally. Nothing checks its
+    width: intervals may be too wide or too narrow on new data.
 
-    Cost: one pass over ``points`` training data; a pass without Jacobians for Gaussian noise.
+    Cost: one pass over ``points`` training data; for Gaussian noise over a hundred, and a pass without Jacobians.
 
     Args:
         data: The training data; ``fit`` sets them.
@@ -118,7 +119,7 @@ class Budget:
         return mixture.with_trace(replace(TRACE, scores=_compared(scores, weights, counts)))
 
     def _with_tails(self, base: Any, data: Data) -> MixturePosterior:
-        """Return the mixture of the posteriors with equal weights, with Student tails fitted to the residuals."""
+        """Return half the plain network and half the posteriors, with Student tails fitted to the residuals."""
         likelihood = base.problem.likelihood
         if likelihood.learns_dispersion:
             likelihood = likelihood.with_tails(*fitted_tails(standardised_residuals(base, data), data.processes))

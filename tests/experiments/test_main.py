@@ -35,6 +35,7 @@ FILES = {  # that each experiment writes
     "calibration": ("calibration.json",),
     "cifar": ("cifar.json",),
     "uci": ("uci.json",),
+    "widths": ("widths.json",),
     "flights": ("flights.json",),
     "fashion": ("fashion.json",),
     "normalised": ("normalised.png", "normalised.json"),
