@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing import metrics
-from lapwing.decisions.strange import BASE, SCORES
+from lapwing.decisions.strange import BASE, SCALED, SCORES
 from lapwing.demo.digits import shuffled
 from lapwing.demo.training import Recipe, batches, optimise, trained
 from lapwing.errors import LapwingError
@@ -114,7 +114,7 @@ def posteriors(task: Detection) -> Iterator[tuple[str, lw.Fitted]]:
 
 def detected(task: Detection, posterior: lw.Fitted) -> Iterator[tuple[str, str, dict[str, float]]]:
     """Yield the kind of strange inputs, the score, its AUROC, the share of these that it finds, and of false alarms."""
-    for by in (BASE, *SCORES):
+    for by in (SCALED, BASE, *SCORES):
         detector = posterior.ood(task.parts["calibration"][0], by=by, rate=RATE, progress=False)
         inside = detector.score(task.parts["test"][0])
         alarms = float((inside > detector.threshold).double().mean())

@@ -267,10 +267,11 @@ class Decides(Protocol):
         Args:
             calibration: Data as for ``fit``, or inputs alone, that are like the training data and were not used
                 before. Targets are not used.
-            by: The score: "base_information" (the default for labels), the mutual information of targets and outputs
-                under ``posterior.base``, which a mixture varies; "mutual_information", the same under all of the
-                posterior; "variance" of the outputs, summed over them (the default for numbers); or "entropy" of the
-                predictive (the default for a plain network, which has no error bars).
+            by: The score: "scaled_information" (the default for labels), the mutual information of targets and outputs
+                under ``posterior.base``, which a mixture varies, times the standard deviation of its outputs;
+                "base_information", without that factor; "mutual_information", that under all of the posterior;
+                "variance" of the outputs, summed over them (the default for numbers); or "entropy" of the predictive
+                (the default for a plain network, which has no error bars).
             rate: The largest probability of a false alarm.
             target_key: The key of the target in batches that are mappings, as for ``fit``.
             progress: Whether to show a progress bar; None shows one on a terminal.

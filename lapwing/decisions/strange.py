@@ -18,6 +18,8 @@ from lapwing.errors import DataError, UnsupportedError
 
 SCORES = ("entropy", "mutual_information", "variance")  # under the whole posterior
 BASE = "base_information"  # the mutual information under the posterior that a mixture varies
+SCALED = "scaled_information"  # the same times the standard deviation of its outputs
+KNOWN = (*SCORES, BASE, SCALED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,7 @@ def detector_of(
     """Return a detector; see ``Decides.ood``."""
     PROBABILITY.check("rate", rate)
     chosen = default_score(posterior) if by is None else by
-    one_of((*SCORES, BASE)).check("by", chosen)
+    one_of(KNOWN).check("by", chosen)
     given = one_or_loader(posterior.network, calibration)
     sketching = Sketching()
     scores = scores_of(posterior, given, chosen, target_key, progress, sketching).sort().values
@@ -89,11 +91,12 @@ def default_score(posterior: Any) -> str:
     """Return the score that finds strange inputs best for this kind of posterior, as measured in the documentation.
 
     A mixture that trusts the plain network is nearly certain everywhere, so that labels take the information of its
-    base. A posterior without spread has nothing but its entropy.
+    base. Far from all data this stops growing, since margins grow as the standard deviation does; its factor keeps far
+    inputs apart. A posterior without spread has nothing but its entropy.
     """
     if not posterior.base.has_spread:
         return "entropy"
-    return BASE if posterior.likelihood.has_logits else "variance"
+    return SCALED if posterior.likelihood.has_logits else "variance"
 
 
 def flagged_ranks(count: int, rate: float) -> int:
@@ -143,6 +146,9 @@ def _scores(posterior: Any, batch: Inputs, by: str) -> Tensor:
     if by == "variance":
         variance: Tensor = posterior.posterior(batch).variance.double().sum(-1)
         return variance.cpu()
-    predictive = (posterior.base if by == BASE else posterior.posterior).predict(batch)
+    predictive = (posterior.base if by in (BASE, SCALED) else posterior.posterior).predict(batch)
+    if by == SCALED:
+        doubt: Tensor = posterior.base(batch).variance.double().sum(-1).sqrt()
+        return (doubt * predictive.mutual_information.double()).cpu()
     value: Tensor = predictive.entropy if by == "entropy" else predictive.mutual_information
     return value.double().cpu()

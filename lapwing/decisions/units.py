@@ -58,8 +58,8 @@ def units_finding(posterior: Any, mean: Tensor, error: Tensor, name: str) -> str
     return (
         f"{name}: the mean squared residual{where} is {float(residual[one]):.3g}, and {float(trained[one]):.3g} on the "
         f"training data; targets have the standard deviation {float((mean + error)[:, one].std()):.3g} and predictions "
-        f"{float(spread[one].sqrt()):.3g}. Are the targets in other units than those that the network was trained on? "
-        "Give them in the same units, for instance standardised in the same way."
+        f"{float(spread[one].sqrt()):.3g}. Are the targets in other units than those that the network was trained on, "
+        "or the inputs far from its data? Give targets in the same units, for instance standardised in the same way."
     )
 
 

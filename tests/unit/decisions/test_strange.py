@@ -73,9 +73,11 @@ def test_the_default_finds_far_inputs_that_the_entropy_does_not(validation: bool
     posterior, calibration = trained_classifier(validation)
     far = 10 * torch.randn(200, 10, dtype=D, generator=generator(21))
     default, entropy = (posterior.ood(calibration, by=by) for by in (None, "entropy"))
-    assert default.by == "base_information"
-    assert_close(default.score(far), posterior.base.predict(far).mutual_information)
-    assert float(default.flags(far).double().mean()) > 0.8
+    assert default.by == "scaled_information"
+    information = posterior.base.predict(far).mutual_information
+    assert_close(posterior.ood(calibration, by="base_information").score(far), information)
+    assert_close(default.score(far), information * posterior.base(far).variance.sum(-1).sqrt())
+    assert float(default.flags(far).double().mean()) > 0.95
     assert float(entropy.flags(far).double().mean()) < 0.4
 
 
@@ -104,7 +106,7 @@ def test_a_plain_network_for_numbers_with_one_noise_is_refused() -> None:
 def test_targets_are_not_used_and_loaders_are_read() -> None:
     x, y = classes(60, generator(5))
     one, other = classifier().ood(x), classifier().ood([(x[:25], y[:25]), (x[25:], y[25:])])
-    assert one.by == "base_information"
+    assert one.by == "scaled_information"
     assert_close(one.scores, other.scores)
     assert_close(one.p_values([x[:9], x[9:13]]), other.p_values(x[:13]))
 
