@@ -12,7 +12,7 @@ from lapwing.core.data import Data
 from lapwing.core.random import generator_or_default
 from lapwing.core.settings import DATA, NONE, POSITIVE, Rule, is_data, is_real, one_of, require, require_integer
 from lapwing.errors import DataError, NumericalError, UnsupportedError
-from lapwing.methods.hfl.newton import DENSE, Hessian, nearest_minimum
+from lapwing.methods.hfl.newton import DENSE, Hessian, distance_in_words, nearest_minimum
 from lapwing.methods.hfl.objective import Objective
 from lapwing.methods.hfl.posteriors import LinearisedResponse, ResponsePosterior
 from lapwing.methods.hfl.pretrained import (
@@ -210,13 +210,17 @@ class HFL:
         if self._uses_adam(objective.size):
             settings = self.tolerance or TUNED, self.steps, self.learning_rate, self.batch_size
             return FineTuner(objective, data, generator, *settings), ()
-        minimum, decrements = nearest_minimum(objective)
+        try:
+            minimum, decrements = nearest_minimum(objective)
+        except NumericalError as error:
+            raise NumericalError(f"HFL: {distance_in_words(objective)} {error}") from error
         distance = math.sqrt(max(decrements[0], 0.0))
         if decrements[-1] > 1e-10 * max(1.0, decrements[0]) and decrements[-1] > 1e-12:
             raise NumericalError(
                 "HFL: the weights are at no minimum of their regularised loss, and Newton's steps find none (it would "
-                f"still fall by {0.5 * decrements[-1]:.3g}). Train the network to convergence with this prior as "
-                "weight decay, raise the prior precision, or use HFL(mode='linearised')."
+                f"still fall by {0.5 * decrements[-1]:.3g}): {distance_in_words(objective)} Train the network to "
+                "convergence with this prior as weight decay, raise the prior precision, or use "
+                "HFL(mode='linearised')."
             )
         if distance > self.drift:
             raise NumericalError(far_from_minimum(distance, self.drift))

@@ -96,8 +96,13 @@ def test_an_indefinite_hessian(limit: int, monkeypatch: pytest.MonkeyPatch) -> N
         if limit
         else r"met a direction with curvature -.*Raise the prior precision.*train it further.*mode='linearised'"
     )
-    with pytest.raises(lw.errors.NumericalError, match=message):
+    with pytest.raises(lw.errors.NumericalError, match=message) as error:
         fitted(energy, lw.HFL())
+    said = re.match(r"HFL: .* has the length (\S+) at .* lowers the loss by (\S+), from (\S+);", str(error.value))
+    assert said is not None
+    length, fall, value = map(float, said.groups())
+    assert length == pytest.approx(float(energy.gradient(energy.theta).norm()), rel=1e-2)
+    assert 1 < fall < value
 
 
 @pytest.mark.parametrize("limit", [2048, 0])
