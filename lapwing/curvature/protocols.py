@@ -104,6 +104,15 @@ class BoundsLogdet(Protocol):
 
 
 @runtime_checkable
+class SaysWhatIsMissing(Protocol):
+    """A curvature that can say how much of the exact one it leaves out under a prior, and what that does."""
+
+    def missing_findings(self, phi: Tensor, prior: BoundPrior, rows: float) -> tuple[str, ...]:
+        """Return remarks for data with this many outputs in total; nothing where the variances hardly change."""
+        ...
+
+
+@runtime_checkable
 class Preconditions(Protocol):
     """A curvature whose precision couples all weights and so is a good preconditioner for the exact one.
 

@@ -28,6 +28,7 @@ from lapwing.curvature.protocols import (
     HoldsDirections,
     Precision,
     RefusesPriors,
+    SaysWhatIsMissing,
     SharesRotation,
 )
 from lapwing.curvature.sweep import PerOutputCurvature
@@ -244,7 +245,17 @@ class WeightPosterior(Linearised):
         """Remarks on what the curvature approximates or estimates, and on the digits of the Jacobian."""
         approximated = self.current.findings if isinstance(self.current, HasFindings) else ()
         estimated = () if self.estimate is None else (str(self.estimate),)
-        return (*approximated, *estimated, *self._digits)
+        return (*approximated, *self._missing, *estimated, *self._digits)
+
+    @property
+    def _missing(self) -> tuple[str, ...]:
+        """Remarks on the curvature that is left out, where that widens the variances."""
+        curvature = self.curvature
+        if not isinstance(curvature, SaysWhatIsMissing):
+            return ()
+        rows = self.statistics.data * self.statistics.outputs
+        with torch.no_grad():
+            return curvature.missing_findings(self._phi, self.problem.prior, rows)
 
     @property
     def _digits(self) -> tuple[str, ...]:

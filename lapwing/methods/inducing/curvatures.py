@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -23,6 +24,8 @@ from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.bound import BoundPrior
 from lapwing.priors.given import isotropic
+
+TOO_WIDE = 1.1  # ratio of standard deviations from which missing points are a finding
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +107,31 @@ class AnchoredCurvature:
         """Return the diagonal of A⁻¹ (H - H̃)/φ, (P,): each weight's share of the trace in ``logdet``."""
         assert self.ggn_diagonal is not None
         return (self.ggn_diagonal.double() - self.anchored_diagonal) / (prior.vector * phi.to(self.mix))
+
+    def missing_findings(self, phi: Tensor, prior: BoundPrior, rows: float) -> tuple[str, ...]:
+        """Say by how much the points are too few, if the standard deviations are too wide by a tenth or more.
+
+        The variances at the training data, in units of the noise, sum to γ of the points plus the trace t of
+        A⁻¹ (H - H̃)/φ. Those of the exact posterior sum to its γ. That is at most γ of the points plus t / (1 + t/r),
+        for the r directions that are left, since s / (1 + s) is concave in an eigenvalue s.
+        """
+        if self.ggn_diagonal is None:
+            return ()
+        values = eigvalsh(AnchoredRows(self.anchors, self.mix).gram(prior)).clamp_min(0) / phi.to(self.mix)
+        whole = float((self.ggn_diagonal.double() / prior.vector.double()).sum() / phi.double())
+        missing = max(0.0, whole - float(values.sum()))
+        carried, left = float((values / (1 + values)).sum()), max(1.0, min(rows, self.selection.size) - len(values))
+        most = carried + missing / (1 + missing / left)
+        wider = ((carried + missing) / max(most, 1e-300)) ** 0.5
+        if wider < TOO_WIDE:
+            return ()
+        return (
+            f"{len(self.anchors)} inducing points carry {carried:.3g} effective parameters (gamma) of at most "
+            f"{most:.3g} and leave out {missing / whole:.1%} of the trace of the kernel over the training data. The "
+            f"standard deviations there, in units of the noise, are at least {wider:.2g} times those of the exact "
+            f"posterior. Give more points, VaLLA(num_inducing={min(round(rows), 2 * math.ceil(most))}), or use Full() "
+            "or Sampled().",
+        )
 
     def diagonal(self) -> Tensor:
         diagonal = self.anchored_diagonal if self.ggn_diagonal is None else self.ggn_diagonal.double()

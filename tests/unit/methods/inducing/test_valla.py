@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -179,3 +180,35 @@ def test_a_kernel_of_zeros_is_refused() -> None:
             lw.errors.NumericalError, match=r"no output depends on the selected weights .* choose other weights"
         ):
             lw.fit(network, [(x, y)], lw.Gaussian(noise_std=1.0), method=method, prior=1.0)
+
+
+@pytest.mark.parametrize("prior", [lw.isotropic(0.1), lw.per_layer(0.1)], ids=["one", "layers"])
+def test_too_few_points_say_what_they_leave_out(prior: Any) -> None:
+    """The factor is a lower bound of that by which variances at the data are too large, in units of the noise."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 2, dtype=D)
+    y = x.prod(1, keepdim=True)
+    net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+    fit = lambda method: lw.fit(net, [(x, y)], lw.Gaussian(noise_std=0.05), method=method, prior=prior)
+    exact, few, all_points = fit(lw.Full()), fit(lw.VaLLA(4, optimiser="none")), fit(lw.VaLLA(60))
+    (finding,) = few.findings
+    assert f"Note: {finding}" in few.summary()
+    said = re.search(
+        r"carry (\S+) effective parameters \(gamma\) of at most (\S+) and leave out (\S+)% of the trace.* are at least "
+        r"(\S+) times those of the exact .*num_inducing=(\d+)\)",
+        finding,
+    )
+    assert said is not None
+    carried, most, share, wider, points = map(float, said.groups())
+    gamma = exact.effective_parameters().total
+    assert carried <= 4
+    assert carried < gamma <= 1.01 * most
+    ratio = float(few.functions(x).variance.sum() / exact.functions(x).variance.sum()) ** 0.5
+    assert 1.1 < wider <= 1.05 * ratio
+    missing = float(few.functions(x).variance.sum()) / 0.05**2 - carried
+    assert float(few.base.unseen_gamma().sum()) == pytest.approx(missing, rel=0.01)
+    rows = torch.func.jacrev(lambda w: torch.func.functional_call(net, w, (x,)))(dict(net.named_parameters()))
+    trace = sum(float(row.detach().square().sum()) for row in rows.values()) / (0.1 * 0.05**2)
+    assert share == pytest.approx(100 * missing / trace, rel=0.05)
+    assert 2 * gamma <= points or points == 60
+    assert all_points.findings == ()
