@@ -49,7 +49,7 @@ from lapwing.tuners.budget import Budget
 from lapwing.tuners.integrate import Integrate
 from lapwing.tuners.protocol import FollowsEvidence, Tuner, applied, checked_tuner
 from lapwing.tuners.reuse import tuned_on, validated
-from lapwing.tuners.verdict import judged
+from lapwing.tuners.verdict import judged, with_bias_noticed
 
 
 @outside_autocast
@@ -192,6 +192,8 @@ def fit(
         other = exact_other(posterior, batches, generator) if averaged else None
         others, scales = ((other[0],), (other[1],)) if other else ((), ())
         posterior = Budget(batches, others=others, scales=scales)(posterior)
+    if held_out is None:
+        posterior = with_bias_noticed(posterior, batches)
     posterior = finished(posterior, batches, held_out, reused.findings)
     fingerprint = Fingerprint.of(posterior.problem.network.model, before)
     return Fitted(posterior, fingerprint, type(chosen).__name__, why, processes, reused.rows)

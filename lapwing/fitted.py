@@ -63,7 +63,9 @@ class Fitted(Draws, Linearises, Reports):
         return f"<Fitted: {self.method}, {self.network.selection.size:,} weights, {self._numbers()}>"
 
     def summary(self) -> str:
-        """Return a few lines: what was fitted, how the hyperparameters came about, and the plain network beside it.
+        """Return a few lines: how good the predictions are beside those of the network alone, and what was fitted.
+
+        The first line compares on held-out data, if there are any; the others say how the hyperparameters came about.
 
         >>> import lapwing as lw
         >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
@@ -75,7 +77,8 @@ class Fitted(Draws, Linearises, Reports):
         selection, trace = self.network.selection, self.trace
         total = sum(p.numel() for p in self.network.model.parameters())
         what = f"{self.method} over {selection.size:,} of {total:,} weights, {type(self.likelihood).__name__}"
-        lines = [f"{what}: {self._numbers()}"]
+        lines = [trace.verdict] if trace is not None and trace.verdict else []
+        lines.append(f"{what}: {self._numbers()}")
         lines += [f"Chosen by Auto: {self.why}"] if self.why else []
         if self.posterior is not self.base:
             lines.append(self.posterior.described())

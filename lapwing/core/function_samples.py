@@ -62,6 +62,10 @@ class FunctionSamples:
         """Return the belief about ``factor`` times the outputs."""
         return replace(self, factor=self.factor * factor)
 
+    def moved(self, by: Tensor) -> FunctionSamples:
+        """Return the belief about the outputs plus ``by``, which has a number for each output of a datum, (C,)."""
+        return replace(self, mean=self.mean + by.to(self.mean) / self.factor)
+
     def widened(self, factor: float) -> FunctionSamples:
         """Return the belief with its covariance times ``factor``, around the same mean."""
         return replace(self, width=self.width * factor**0.5)

@@ -173,6 +173,10 @@ class FunctionGaussian:
         """Return the belief about ``factor`` times the outputs."""
         return self if factor == 1 else replace(self.widened(factor**2), mean=factor * self.mean)
 
+    def moved(self, by: Tensor) -> FunctionGaussian:
+        """Return the belief about the outputs plus ``by``, which has a number for each output of a datum, (C,)."""
+        return replace(self, mean=self._as_mean(self._outputs_last(self.mean) + by.to(self.mean)))
+
     def widened(self, factor: float) -> FunctionGaussian:
         """Return the belief with its covariance times ``factor``, around the same mean.
 

@@ -98,6 +98,7 @@ NUMBERS = Rule("a positive number, or one for each output", lambda v: _all_numbe
 NOT_NEGATIVE = Rule(
     "finite numbers that are not negative, one or a list", lambda v: _all_numbers(v, lambda t: t >= 0), DataError
 )
+FINITE = Rule("finite numbers, one or a list", lambda v: _all_numbers(v, lambda t: t == t), DataError)
 TENSOR = Rule(
     "a tensor of real numbers without NaN",
     lambda v: isinstance(v, Tensor) and not v.is_complex() and not bool(v.isnan().any()),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lapwing.core.schema import UNLIMITED, ListOf, MapOf, Maybe, Real, Record, Text
+from lapwing.core.schema import UNLIMITED, Later, ListOf, MapOf, Maybe, Real, Record, Text
 
 NOT_CONVERGED = 1e-2  # log-step above which a tuner has not converged
 
@@ -44,6 +44,7 @@ class Trace:
     findings: tuple[str, ...] = ()
     scores: Mapping[str, float] = field(default_factory=dict)  # NLL of the alternatives that were compared, by name
     scored_on: str = ""  # "training" or "validation" data; scores on the latter are cross-validated
+    verdict: str = ""  # how the result compares with the alternatives, in a sentence
 
     @property
     def comparison(self) -> str:
@@ -77,7 +78,7 @@ _STEP = Record(
 TRACE = Maybe(  # what a file may hold
     Record(
         Trace, tuner=Text(), score=Text(), steps=ListOf(_STEP), findings=ListOf(Text()), scores=MapOf(UNLIMITED),
-        scored_on=Text(("", "training", "validation")),
+        scored_on=Text(("", "training", "validation")), verdict=Later(Text()),
     )
 )  # fmt: skip
 

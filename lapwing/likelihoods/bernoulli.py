@@ -20,8 +20,11 @@ from lapwing.likelihoods.hessian import OutputHessian
 from lapwing.likelihoods.protocol import (
     LogitLikelihood,
     check_logit_settings,
+    check_offset,
     less_root,
     matched,
+    offset_of,
+    offset_settings,
     plain_numbers,
     refuse_other_loss,
     refuse_unused,
@@ -37,13 +40,18 @@ class Bernoulli(LogitLikelihood):
     Targets are 0, 1 or a probability between them.
 
     Args:
-        pos_weight: Weight of positive labels, one or (C,), as in ``nn.BCEWithLogitsLoss``.
+        pos_weight: Weight of positive labels, one or (C,), as in ``nn.BCEWithLogitsLoss``, if the network was trained
+            with it. The loss and the curvature have it. Predictions are corrected for it: they are those for data in
+            which every label counts once, with the odds divided by the weight. Zero corrects nothing.
         ignore_index: Value of labels that do not count; None if all do.
         link: How Gaussian logits become probabilities: "quadrature" (to about 1e-9 for logits with a standard
             deviation of up to 30) or "probit" (closed form).
         temperature: Divides the curvature. Other than one it gives a tempered posterior, which has no normaliser.
         link_temperature: Divides the logits in predictions, their standard deviations too, as temperature scaling
             does. The posterior does not depend on it.
+        link_offset: Added to the logits of predictions after that division, one number or (C,): a label with a higher
+            number is more probable everywhere. The posterior does not depend on it. ``fit`` learns it with validation
+            data.
 
     Raises:
         DataError: The link is unknown, the temperature not positive, or ``pos_weight`` negative.
@@ -57,6 +65,7 @@ class Bernoulli(LogitLikelihood):
     link: str = "quadrature"
     temperature: float | Tensor = 1.0
     link_temperature: float = 1.0
+    link_offset: float | tuple[float, ...] | Tensor | None = None
     saved_settings: ClassVar[Mapping[str, Field]] = {
         "pos_weight": Maybe(Either(Real(0), ListOf(Real(0), 1), ListOf(Real(0), "C"))),
         "ignore_index": Maybe(Whole(-MOST)),
@@ -72,6 +81,7 @@ class Bernoulli(LogitLikelihood):
         count = 1 if self.pos_weight is None else torch.as_tensor(self.pos_weight).numel()
         if count not in (1, f.shape[-1]):
             raise DataError(f"Bernoulli: {count} positive weights for {f.shape[-1]} outputs; expected one for each.")
+        check_offset(self, f.shape[-1])
         if bool(((y < 0) | (y > 1))[known].any()):
             raise DataError(
                 f"Bernoulli: targets run from {y[known].min().item():g} to {y[known].max().item():g}; expected 0..1."
@@ -132,11 +142,16 @@ class Bernoulli(LogitLikelihood):
         return y[..., 0].numel() if self.ignore_index is None else (~self.ignored(y)).any(-1).sum()
 
     def predict(self, belief: FunctionGaussian) -> BinaryPredictive:
-        return BinaryPredictive(belief.marginal.scaled(1 / self.link_temperature), self.link)
+        return BinaryPredictive(self.linked(belief.marginal), self.link)
+
+    @property
+    def logit_offset(self) -> Tensor | None:
+        return offset_of(self.link_offset, self.pos_weight)
 
     def state(self) -> State:
         """Return settings and tensors for a file."""
         weight = plain_numbers(self.pos_weight)
         link = {"link": self.link, "link_temperature": self.link_temperature}
-        settings = {"pos_weight": weight, "ignore_index": self.ignore_index, **link}
+        offset = offset_settings(self.link_offset, self.pos_weight)
+        settings = {"pos_weight": weight, "ignore_index": self.ignore_index, **link, **offset}
         return State("Bernoulli", settings, {"dispersion": self.dispersion.detach()})

@@ -21,7 +21,10 @@ from lapwing.likelihoods.hessian import OutputHessian
 from lapwing.likelihoods.protocol import (
     LogitLikelihood,
     check_logit_settings,
+    check_offset,
     less_root,
+    offset_of,
+    offset_settings,
     plain_numbers,
     refuse_other_loss,
     refuse_unused,
@@ -50,7 +53,9 @@ class Categorical(LogitLikelihood):
     Targets are class numbers (B, [T]), or probabilities of the classes (B, [T,] C) in floating point.
 
     Args:
-        class_weights: Weight of each class (C,), as in ``nn.CrossEntropyLoss``.
+        class_weights: Weight of each class (C,), as in ``nn.CrossEntropyLoss``, if the network was trained with it.
+            The loss and the curvature have it. Predictions are corrected for it: they are those for data in which
+            every datum counts once, p(c) divided by the weight of c and normalised. A weight of zero corrects nothing.
         ignore_index: Target of data that do not count, as in ``nn.CrossEntropyLoss``.
         link: How Gaussian logits become probabilities: "pairwise" (closed form, from the variances of differences of
             logits), "probit" (closed form, from the variances alone), "bridge" (Laplace bridge to a Dirichlet) or
@@ -60,6 +65,9 @@ class Categorical(LogitLikelihood):
         temperature: Divides the curvature. Other than one it gives a tempered posterior, which has no normaliser.
         link_temperature: Divides the logits in predictions, their standard deviations too, as temperature scaling
             does. The posterior does not depend on it.
+        link_offset: Added to the logits of predictions after that division, one number for each class (C,): a class
+            with a higher number is more probable everywhere. The posterior does not depend on it. ``fit`` learns it
+            with validation data.
         shift: Whether output t predicts target t + 1, as in causal language models whose labels are their input
             tokens. The last output then has no target.
         class_dim: -1 states that the classes are the last dimension of outputs (B, T, C). It is needed only where T
@@ -84,6 +92,7 @@ class Categorical(LogitLikelihood):
     seed: int = 0
     temperature: float | Tensor = 1.0
     link_temperature: float = 1.0
+    link_offset: Tensor | tuple[float, ...] | None = None
     shift: bool = False
     class_dim: int | None = None
     label_smoothing: float = 0.0
@@ -108,6 +117,7 @@ class Categorical(LogitLikelihood):
             raise DataError("Categorical: the network has one output; expected two or more. Use Bernoulli().")
         if self.class_weights is not None and len(self.class_weights) != count:
             raise DataError(f"Categorical: {len(self.class_weights)} class weights for {count} classes.")
+        check_offset(self, count)
         if is_soft(y, f):
             return self._soft_targets(f, y)
         if y.shape == (*f.shape[:-1], 1):
@@ -272,11 +282,14 @@ class Categorical(LogitLikelihood):
         return (y != self.ignore_index).sum() if self._ignores(y) else f[..., 0].numel()
 
     def predict(self, belief: FunctionGaussian) -> SoftmaxPredictive:
-        belief = belief.marginal.scaled(1 / self.link_temperature)
-        return SoftmaxPredictive(belief, self.link, self.samples, self.seed)
+        return SoftmaxPredictive(self.linked(belief.marginal), self.link, self.samples, self.seed)
 
     def predict_samples(self, samples: FunctionSamples) -> SoftmaxSamples:
-        return SoftmaxSamples((samples.scaled(1 / self.link_temperature),))
+        return SoftmaxSamples((self.linked(samples),))
+
+    @property
+    def logit_offset(self) -> Tensor | None:
+        return offset_of(self.link_offset, self.class_weights)
 
     @property
     def prefers_samples(self) -> bool:
@@ -286,6 +299,7 @@ class Categorical(LogitLikelihood):
         """Return settings and tensors for a file."""
         link = {
             "link": self.link, "samples": self.samples, "seed": self.seed, "link_temperature": self.link_temperature,
+            **offset_settings(self.link_offset, self.class_weights),
         }  # fmt: skip
         tokens = {"ignore_index": self.ignore_index, "shift": self.shift, "class_dim": self.class_dim}
         smoothing = {"label_smoothing": self.label_smoothing} if self.label_smoothing else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from lapwing.core.function_samples import FunctionSamples
 from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.schema import ABOVE_ZERO, SMALLEST, Array, Field, Text
-from lapwing.core.settings import NONE, NOT_NEGATIVE, NUMBER, one_of, require
+from lapwing.core.schema import ABOVE_ZERO, SMALLEST, Array, Either, Field, Flag, Later, ListOf, Real, Text
+from lapwing.core.settings import FINITE, NONE, NOT_NEGATIVE, NUMBER, one_of, require
 from lapwing.core.state import State
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.hessian import OutputHessian
 from lapwing.predictives.images import by_pixels
 
 S = TypeVar("S", bound="LogitLikelihood")
+B = TypeVar("B", FunctionGaussian, FunctionSamples)
 
 
 @runtime_checkable
@@ -150,6 +151,20 @@ class Likelihood(Protocol):
         return self
 
     @property
+    def logit_offset(self) -> Tensor | None:
+        """The numbers, () or (C,), that predictions add to the logits after the division; None for none."""
+        return None
+
+    def with_more_offset(self, offset: Tensor) -> Likelihood:
+        """Return the likelihood with this offset (C,) added to that of its predictions, if it can have one."""
+        return self
+
+    @property
+    def takes_offset(self) -> bool:
+        """Whether predictions can add an offset to the logits."""
+        return False
+
+    @property
     def noise_variance(self) -> Tensor | None:
         """The variance, () or (C,), of noise that is added to the outputs; None if targets have other units."""
         return None
@@ -223,7 +238,11 @@ class HasPowerEnergy(Protocol):
 
 
 class LogitLikelihood(Likelihood, Protocol):
-    """A likelihood whose outputs are logits. ``temperature`` divides the curvature, ``link_temperature`` the logits."""
+    """A likelihood whose outputs are logits. ``temperature`` divides the curvature, ``link_temperature`` the logits.
+
+    Predictions are made from f / ``link_temperature`` + ``logit_offset``. A class with a field ``link_offset`` takes
+    offsets; its ``logit_offset`` is that of the field, less what a weighted loss has added to the logits.
+    """
 
     temperature: float | Tensor
     link_temperature: float
@@ -243,20 +262,73 @@ class LogitLikelihood(Likelihood, Protocol):
     def with_link_temperature(self: S, temperature: float) -> S:
         return replace(self, link_temperature=temperature)  # type: ignore[type-var]
 
+    @property
+    def takes_offset(self) -> bool:
+        return "link_offset" in {field.name for field in fields(self)}  # type: ignore[arg-type]
+
+    @property
+    def logit_offset(self) -> Tensor | None:
+        return offset_of(getattr(self, "link_offset", None), None)
+
+    def with_more_offset(self: S, offset: Tensor) -> S:
+        own = getattr(self, "link_offset", None)
+        return replace(self, link_offset=offset if own is None else offset + torch.as_tensor(own).to(offset))  # type: ignore[type-var]
+
+    def linked(self, belief: B) -> B:
+        """Return the belief about the logits that predictions are made from: f / ``link_temperature`` + offset."""
+        belief, offset = belief.scaled(1 / self.link_temperature), self.logit_offset
+        return belief if offset is None else belief.moved(offset)
+
     @classmethod
     def from_state(cls: type[S], state: State) -> S:
         """Build the likelihood from its state; ``saved_settings`` says what its own settings are."""
-        common: dict[str, Field] = {"link": Text(), "link_temperature": ABOVE_ZERO, "dispersion": Array((), SMALLEST)}
+        common: dict[str, Field] = {
+            "link": Text(), "link_temperature": ABOVE_ZERO, "dispersion": Array((), SMALLEST),
+            "link_offset": Later(Either(ListOf(Real(), 1), ListOf(Real(), "C"))), "corrected": Later(Flag()),
+        }  # fmt: skip
         fields = state.read(**common, **cls.saved_settings)
         temperature = fields.pop("dispersion")
+        weights = fields.get("class_weights", fields.get("pos_weight"))
+        if not fields.pop("corrected", False) and weights is not None:  # a file of 0.2.0, which did not correct
+            correction = offset_of(None, weights)
+            assert correction is not None
+            fields["link_offset"] = -correction
         return cls(**fields, temperature=temperature)  # type: ignore[call-arg]
 
 
 def check_logit_settings(likelihood: Any, links: Collection[str], **weights: Any) -> None:
     """Raise if the settings that likelihoods with logits share are wrong; ``weights`` has one or None by its name."""
     require(likelihood, link=one_of(links, DataError), temperature=NUMBER, link_temperature=NUMBER)
+    if likelihood.takes_offset:
+        require(likelihood, link_offset=FINITE | NONE)
     for name, weight in weights.items():
         (NOT_NEGATIVE | NONE).check(name, weight)
+
+
+def offset_of(link_offset: Any, weights: Any) -> Tensor | None:
+    """Return the offset of the logits: the one given, less the logarithm of the weights of a weighted loss.
+
+    A network that was trained with weights gives every class w times its odds. A weight of zero says nothing about the
+    odds, and is taken for one.
+    """
+    parts = [] if link_offset is None else [torch.as_tensor(link_offset, dtype=torch.float64)]
+    if weights is not None:
+        weights = torch.as_tensor(weights, dtype=torch.float64)
+        parts.append(-torch.where(weights > 0, weights, 1.0).log())
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def check_offset(likelihood: Any, count: int) -> None:
+    """Raise unless the offset of the logits has one number, or one for each of ``count`` outputs."""
+    size = 1 if likelihood.link_offset is None else torch.as_tensor(likelihood.link_offset).numel()
+    if size not in (1, count):
+        raise DataError(f"{type(likelihood).__name__}: {size} offsets for {count} outputs; expected one for each.")
+
+
+def offset_settings(link_offset: Any, weights: Any) -> dict[str, Any]:
+    """Return an offset, and whether predictions are corrected for weights, as settings for a file; none if neither."""
+    settings = {} if link_offset is None else {"link_offset": torch.as_tensor(link_offset).reshape(-1).tolist()}
+    return settings if weights is None else {**settings, "corrected": True}
 
 
 def same_loss(loss: Tensor, own: Tensor) -> bool:
@@ -282,7 +354,8 @@ def refuse_unused(likelihood: str, neutral: float = 1, /, **settings: Any) -> No
         if value is not None and bool((torch.as_tensor(value) != neutral).any()):
             raise UnsupportedError(
                 f"{name} of {likelihood} is {value}; expected none, since the predictive log-likelihood, on which "
-                f"FMGP() and VaLLA() with alpha above 0 learn, does not depend on it. Use VaLLA(alpha=0), or no {name}."
+                f"FMGP() and VaLLA() with alpha above 0 learn, is not tempered, smoothed or weighted. Use "
+                f"VaLLA(alpha=0), or no {name}."
             )
 
 

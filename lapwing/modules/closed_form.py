@@ -139,11 +139,13 @@ class ClosedForm(PosteriorModule):
 
 
 def _scaled(component: Component, mean: Tensor, covs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return mean and covariance of the logits over the link's temperature."""
+    """Return mean and covariance of the logits that a component predicts from."""
     factor, cov = 1 / component.likelihood.link_temperature, covs[component.belief]
+    offset = component.likelihood.logit_offset
+    mean = factor * mean if offset is None else factor * mean + offset.to(mean)
     if not component.scale:  # without a graph: the slope of a standard deviation at zero is infinite
-        return factor * mean, torch.zeros_like(cov)
-    return factor * mean, (component.scale * factor**2) * cov
+        return mean, torch.zeros_like(cov)
+    return mean, (component.scale * factor**2) * cov
 
 
 def _listed(results: Any) -> Sequence[Tensor]:

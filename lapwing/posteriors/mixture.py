@@ -39,6 +39,7 @@ from lapwing.predictives.protocol import Mixable
 from lapwing.problem import Problem, Statistics
 
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
+SHOWN = 4  # offsets of the logits that a summary lists
 RARE = 1e-2  # weight below which a belief is dropped: each costs a product with the Jacobian at every prediction
 
 
@@ -203,7 +204,21 @@ class MixturePosterior(Posterior):
                 name = f"covariance × {cell.scale / noise:.3g}"
             shares[name] = shares.get(name, 0.0) + weight
         parts = ", ".join(f"{name} ({share:.2f})" for name, share in sorted(shares.items(), key=lambda s: -s[1]))
-        return f"A mixture of {len(self.cells)} cells: {parts}."
+        return f"A mixture of {len(self.cells)} cells: {parts}.{self._offset_described()}"
+
+    def _offset_described(self) -> str:
+        """Return what the offset of the logits does, in words; nothing if no cell differs from the base in it."""
+        own = self.problem.likelihood.logit_offset
+        moved = [i for i, cell in enumerate(self.cells) if cell.likelihood.logit_offset is not own]
+        offsets = [self.cells[i].likelihood.logit_offset for i in moved]
+        added = [each if own is None else each - own for each in offsets if each is not None]
+        if not added or not bool((added[0] != 0).any()):
+            return ""
+        named = [f"{float(value):+.2f} ({k})" for k, value in enumerate(added[0].reshape(-1))]
+        named = sorted(named, key=lambda name: -abs(float(name.split()[0])))[:SHOWN]
+        more = "" if added[0].numel() <= SHOWN else ", ..."
+        share = float(self.weights[moved].sum())
+        return f" With weight {share:.2f} logits are moved, output in brackets: {', '.join(named)}{more}."
 
     @property
     def _shares(self) -> Tensor:

@@ -23,6 +23,7 @@ from lapwing.posteriors.beliefs import beliefs_at
 from lapwing.posteriors.draws import Kept, drawn_beliefs, pieces, prefers_draws
 from lapwing.posteriors.mixture import RARE, Belief, Cell, member
 from lapwing.problem import named_targets
+from lapwing.tuners.offsets import CERTAIN, Offset
 
 PLAIN = 0.3  # prior probability of the network without error bars
 PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
@@ -30,7 +31,8 @@ RATIOS = tuple(10.0 ** (k / 2) for k in range(-2, 11))  # of the precision to th
 NOISE_RATIOS = tuple(10.0 ** (k / 2) for k in range(-6, 9))  # the same for Gaussian noise
 FEW_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
 SCALES = tuple(10.0**k for k in range(3, -2, -1))  # the same for methods without a precision: 1 / scale of V
-NOISES = tuple(10.0 ** (k / 4) for k in range(-3, 12))  # of the noise variance to the residuals'
+NOISES = range(-4, 12)  # quarters of decades of the noise variance, from that of the training residuals
+DECADE = 4  # quarters on both sides of the variance of the validation residuals
 FEW_POINTS = 100  # training data that are looked at, if every input takes solves over all data
 TOGETHER = 512  # rows that are scored at once: every cell has a fixed cost for a batch
 MOST = 3  # precisions that a mixture keeps
@@ -65,11 +67,15 @@ class CellGrid:
         return torch.tensor([cell.scale for cell in self.cells], dtype=torch.float64)
 
 
-def grid_of(posterior: Any, ratios: Sequence[float] | None, temperatures: Sequence[float]) -> CellGrid:
+def grid_of(
+    posterior: Any, ratios: Sequence[float] | None, temperatures: Sequence[float], noise: Tensor | None = None
+) -> CellGrid:
     """Return the cells for a fitted posterior.
 
     ``ratios`` multiply the precisions of the prior, or divide the covariance where there is no precision to change. An
     empty sequence keeps the posterior as it is; the plain network then has no prior probability, but is scored.
+    ``noise`` is the variance of the validation residuals of each output, (C,): noise variances are tried around it
+    and around that of the training residuals.
     """
     likelihood = posterior.problem.likelihood
     learns_noise = likelihood.has_tails and likelihood.learns_dispersion
@@ -78,10 +84,11 @@ def grid_of(posterior: Any, ratios: Sequence[float] | None, temperatures: Sequen
     bases, beliefs, plain = with_plain(posterior, beliefs)
     cells: list[Cell] = []
     mass: list[float] = []
+    variants = _variants(likelihood, temperatures, learns_noise, noise)
     for number, scale in [*spreads, (plain, 0.0)]:
-        for variant, share in _variants(likelihood, temperatures, learns_noise):
-            noise = float(variant.dispersion / likelihood.dispersion) if learns_noise else 1.0
-            cells.append(Cell(number, variant, scale * noise))
+        for variant, share in variants:
+            wider = float(variant.dispersion / likelihood.dispersion) if learns_noise else 1.0
+            cells.append(Cell(number, variant, scale * wider))
             mass.append(share * (plain_mass if scale == 0 else (1 - plain_mass) / len(spreads)))
     rescaled = torch.tensor([cell.scale == 0 for cell in cells])
     unchanged = next(i for i, cell in enumerate(cells) if cell.scale == 0 and _same_link(cell.likelihood, likelihood))
@@ -98,9 +105,12 @@ def with_plain(posterior: Any, beliefs: Sequence[Belief]) -> tuple[tuple[Any, ..
 
 
 def _same_link(one: Likelihood, other: Likelihood) -> bool:
-    """Return whether two likelihoods have the same link temperature and dispersion."""
-    same = torch.isclose(one.dispersion, other.dispersion, rtol=1e-6, atol=0.0)
-    return one.link_temperature == other.link_temperature and bool(same)
+    """Return whether two likelihoods have the same link temperature and noise."""
+    pairs = [(one.dispersion, other.dispersion)]
+    if one.ratios is not None and other.ratios is not None:
+        pairs.append((one.ratios, other.ratios))
+    same = all(bool(torch.isclose(a, b, rtol=1e-6, atol=0.0).all()) for a, b in pairs)
+    return one.link_temperature == other.link_temperature and same
 
 
 def _spreads(
@@ -126,7 +136,9 @@ def varied(posterior: Any, ratios: Sequence[float]) -> tuple[list[Belief], list[
     return [Belief(0, values * ratio) for ratio in ratios], [(i, 1.0) for i in range(len(ratios))]
 
 
-def _variants(likelihood: Any, temperatures: Sequence[float], learns_noise: bool) -> list[tuple[Likelihood, float]]:
+def _variants(
+    likelihood: Any, temperatures: Sequence[float], learns_noise: bool, noise: Tensor | None
+) -> list[tuple[Likelihood, float]]:
     """Return the likelihoods of the cells with their prior probabilities."""
     if likelihood.link_temperature is not None:
         logs = torch.tensor(temperatures, dtype=torch.float64).log()
@@ -135,7 +147,28 @@ def _variants(likelihood: Any, temperatures: Sequence[float], learns_noise: bool
         return [(likelihood.with_link_temperature(start * t), m) for t, m in zip(temperatures, mass, strict=True)]
     if not learns_noise:
         return [(likelihood, 1.0)]
-    return [(likelihood.with_dispersion(likelihood.dispersion * q), 1 / len(NOISES)) for q in NOISES]
+    tried = _noises(likelihood, noise)
+    return [(each, 1 / len(tried)) for each in tried]
+
+
+def _noises(likelihood: Any, held_out: Tensor | None) -> list[Likelihood]:
+    """Return likelihoods with noises around that of the training residuals, and around the held-out ones (C,).
+
+    Both lie on one grid, unless each output has a noise to itself: held-out residuals then have ratios of their own.
+    A network that fits its training targets far better than others has a gap between the two parts.
+    """
+    phi, around = likelihood.dispersion, set(NOISES)
+    times = lambda quarters: [likelihood.with_dispersion(phi * 10.0 ** (k / 4)) for k in sorted(quarters)]
+    if held_out is None:
+        return times(around)
+    held_out = held_out.to(phi)
+    near = range(-DECADE, DECADE + 1)
+    if likelihood.learns_ratios and len(held_out) > 1:
+        middle = held_out.log().mean().exp()
+        other = likelihood.with_noise(held_out / middle)
+        return [*times(around), *(other.with_dispersion(middle * 10.0 ** (k / 4)) for k in near)]
+    centre = 4 * math.log10(float((held_out / likelihood.noise_variance).mean()))
+    return times(around | set(range(math.floor(centre) - DECADE, math.ceil(centre) + DECADE + 1)))
 
 
 def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
@@ -155,6 +188,25 @@ def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
     prior = torch.tensor(log_prior, dtype=torch.float64)
     rescaled = torch.cat([grid.rescaled, torch.zeros(len(cells) - len(grid.cells), dtype=torch.bool)])
     return CellGrid(grid.bases, grid.beliefs, tuple(cells), prior, rescaled, grid.unchanged)
+
+
+def with_offset(grid: CellGrid, offset: Offset) -> CellGrid:
+    """Return the grid with every cell a second time, with an offset of the logits.
+
+    If the offset is certain, the cells without have no weight, and stay only where they are compared with.
+    """
+    moved = [replace(cell, likelihood=cell.likelihood.with_more_offset(offset.values)) for cell in grid.cells]
+    prior, first = grid.log_prior, torch.ones_like(grid.rescaled)
+    if offset.probability > CERTAIN:
+        prior, first = torch.full_like(prior, -math.inf), grid.rescaled
+    stay = first.nonzero()[:, 0].tolist()
+    return replace(
+        grid,
+        cells=(*(grid.cells[i] for i in stay), *moved),
+        log_prior=torch.cat([prior[first], grid.log_prior + offset.log_prior]),
+        rescaled=torch.cat([grid.rescaled[first], torch.zeros_like(grid.rescaled)]),
+        unchanged=stay.index(grid.unchanged),
+    )
 
 
 def thinned(grid: CellGrid, scores: Tensor, counts: Tensor | None = None) -> CellGrid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from dataclasses import replace
@@ -13,6 +14,8 @@ from lapwing.errors import CalibrationWarning
 from lapwing.posteriors.effective import HasGammas
 from lapwing.posteriors.mixture import Belief, Cell
 from lapwing.tuners.cells import CellGrid, counted_scores, mean_score
+from lapwing.tuners.held_outputs import HeldOutputs
+from lapwing.tuners.offsets import biases
 
 POINTS = 700  # training data that are looked at
 CLEARLY = 0.05  # nats for each datum, beyond what the effective number of parameters explains
@@ -36,10 +39,42 @@ def judged(posterior: Any, data: Data) -> Any:
             f"{own:.3g} in the place of {plain:.3g} for each datum. Such error bars are too wide. Give validation "
             "data, fit(..., validation=data), or leave out the tuner."
         )
-        warnings.warn(message, CalibrationWarning, stacklevel=5)
+        _warn(message)
         trace = replace(trace, findings=(*trace.findings, message))
     scores = {"plain network": plain, "this posterior": own}
     return posterior.with_trace(replace(trace, scores=scores, scored_on="training"))
+
+
+def with_bias_noticed(posterior: Any, data: Data) -> Any:
+    """Return the posterior with a remark, and warn, if the network predicts clearly too many or too few of a class.
+
+    Cost: a forward pass over at most 700 training data.
+    """
+    network, likelihood = posterior.problem.network, posterior.problem.likelihood
+    if not likelihood.takes_offset:
+        return posterior
+    found = biases(HeldOutputs.of(network, likelihood, data, POINTS), likelihood)
+    if not found:
+        return posterior
+    what, weights = ("class", "class_weights") if likelihood.ignores_common_shift else ("label", "pos_weight")
+    message = (
+        f"the network gives {what} {found[0].output} a mean probability of {found[0].mean:.3g} on training data where "
+        f"its share is {found[0].frequency:.3g}: it was probably trained with weights of the classes, or on resampled "
+        f"data. Give validation data, fit(..., validation=data), or the weights, "
+        f"{type(likelihood).__name__}({weights}=...); either corrects the probabilities."
+    )
+    _warn(message)
+    trace = posterior.trace or Trace("")
+    return posterior.with_trace(replace(trace, findings=(*trace.findings, message)))
+
+
+def _warn(message: str) -> None:
+    """Warn at the line that called the library, however many functions are around ``fit``."""
+    frame, level = inspect.currentframe(), 1
+    inside = lambda name: name.split(".")[0] in ("lapwing", "torch", "contextlib")
+    while frame is not None and inside(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, CalibrationWarning, stacklevel=level)
 
 
 def _explained(posterior: Any) -> float:

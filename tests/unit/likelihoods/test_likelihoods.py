@@ -262,7 +262,8 @@ STATES = [likelihood for likelihood, *_ in LOSSES.values()] + [
     .with_dispersion(torch.tensor(2.0, dtype=D)),
     lw.Gaussian(),
     lw.Categorical(link="mc", samples=17, seed=4, temperature=2.5),
-    lw.Bernoulli(link="quadrature", temperature=0.5),
+    lw.Bernoulli(link="quadrature", temperature=0.5, link_offset=-1.5),
+    lw.Categorical(link_offset=(0.5, -0.5)),
 ]
 
 
@@ -275,7 +276,8 @@ def test_a_likelihood_is_built_again_from_its_state(likelihood: Any) -> None:
     assert again.state().settings == state.settings
     assert again.learns_dispersion == likelihood.learns_dispersion
     assert torch.equal(again.dispersion, likelihood.dispersion)
-    outputs = 3 if state.tensors.get("ratios", torch.zeros(2)).shape[0] == 3 else 2
+    weighted = any(getattr(likelihood, name, None) is not None for name in ("class_weights", "pos_weight"))
+    outputs = 3 if weighted or state.tensors.get("ratios", torch.zeros(2)).shape[0] == 3 else 2
     belief = lw.FunctionGaussian(real(B, outputs), torch.eye(outputs, dtype=D).expand(B, -1, -1))
     one, two = likelihood.predict(belief), again.predict(belief)
     assert torch.equal(one.mean, two.mean)

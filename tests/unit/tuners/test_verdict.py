@@ -87,9 +87,13 @@ def test_summaries_name_method_mixture_and_scores() -> None:
     net, data = confident()
     held_out = (data[0] + 0.1 * torch.randn_like(data[0]), data[1])
     text = lw.fit(net, data, "classification", validation=held_out).summary()
-    assert text.startswith("Kron over 514 of 514 weights, Categorical: mixture of ")
-    assert " with its centre at precision " in text.splitlines()[0]
-    assert text.splitlines()[1].startswith("A mixture of ")
+    first, what, parts = text.splitlines()[:3]
+    assert first.startswith("On held-out data these predictions are ")
+    assert "the network alone (" in first
+    assert "the network with its temperature rescaled (" in first
+    assert what.startswith("Kron over 514 of 514 weights, Categorical: mixture of ")
+    assert " with its centre at precision " in what
+    assert parts.startswith("A mixture of ")
     assert "cross-validated NLL on validation data: plain network " in text
     assert "temperature scaling " in text
     guarded = lw.fit(net, data, "classification")
