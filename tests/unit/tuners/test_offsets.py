@@ -206,7 +206,7 @@ def test_a_network_that_was_trained_with_weights_is_noticed_without_validation_d
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         corrected = lw.fit(net, data, lw.Bernoulli(pos_weight=19.0))
-        lw.fit(net, data, "binary", validation=(data[0][:60], data[1][:60]))
+        lw.fit(net, data, "binary", validation=(data[0][:60] + 0.01, data[1][:60]))
     rate = float(data[1].mean())
     assert abs(float(corrected.predict(data[0]).probs.mean()) - rate) < 0.25 * rate
     assert float(posterior.predict(data[0]).probs.mean()) > 1.5 * rate
