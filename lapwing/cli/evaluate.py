@@ -54,7 +54,7 @@ def columns_of(posteriors: Mapping[str, Fitted], arguments: Namespace) -> Mappin
                     f"{name} was fitted with --{option} {','.join(one)} and {other} with --{option} {','.join(two)}; "
                     f"expected the same. Give --{option}, or evaluate them one by one."
                 )
-    return {option: names for p in reversed(posteriors.values()) for option, names in p.columns.items()}
+    return {option: names for p in reversed([*posteriors.values()]) for option, names in p.columns.items()}
 
 
 def shown_name(name: str, fitted: Fitted) -> str:
