@@ -5,7 +5,6 @@ A loader that shuffles gives other rows at the next pass, so predictions and tar
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lapwing.core.batches import Batch, merged
+from lapwing.core.callers import warn_caller
 from lapwing.core.data import Data
 from lapwing.core.inputs import Inputs, as_tensors
 from lapwing.core.known_rows import KnownRows, Remark, RowSketch
@@ -22,7 +22,7 @@ from lapwing.core.progress import shows_progress
 from lapwing.core.settings import DATA, seen
 from lapwing.core.sources import is_pair, refuse_unequal
 from lapwing.core.streams import InputStream, has_places, is_loader
-from lapwing.errors import CalibrationWarning, DataError, UnsupportedError
+from lapwing.errors import DataError, UnsupportedError
 from lapwing.networks.network import Network
 from lapwing.predictives.scoring import Scoring
 from lapwing.problem import named_targets
@@ -79,13 +79,13 @@ def refuse_reused(posterior: Any, data: RowSketch | None, name: str, of_inputs: 
     for remark in _remarks(posterior, data, name, "The guarantee does not hold for such data.", of_inputs):
         if remark.whole:
             raise remark.refused()
-        warnings.warn(remark.text, CalibrationWarning, stacklevel=6)
+        warn_caller(remark.text)
 
 
 def warn_reused(posterior: Any, data: RowSketch | None, name: str) -> None:
     """Warn if some of the data of a score were used before: it is not that of new data."""
     for remark in _remarks(posterior, data, name, "Scores of new data are worse than these."):
-        warnings.warn(remark.text, CalibrationWarning, stacklevel=6)
+        warn_caller(remark.text)
 
 
 def _remarks(

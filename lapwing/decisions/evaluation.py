@@ -265,7 +265,7 @@ def remarks(posterior: Any, scored: Scored) -> tuple[str, ...]:
     if "mean" not in columns:
         return ()
     rows = scored.data.values.unflatten(0, (-1, posterior.network.output_shape[-1]))
-    return warn_of_units(posterior, rows[..., columns.index("mean")], rows[..., columns.index("error")], "data", 6)
+    return warn_of_units(posterior, rows[..., columns.index("mean")], rows[..., columns.index("error")], "data")
 
 
 def frequencies(

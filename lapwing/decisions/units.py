@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import CalibrationWarning
+from lapwing.core.callers import warn_caller
 
 FAR = 100.0  # times the residual variance of the training data
 APART = 10.0  # times what the outputs vary: a network that interpolates has small residuals on its training data alone
@@ -63,12 +62,9 @@ def units_finding(posterior: Any, mean: Tensor, error: Tensor, name: str) -> str
     )
 
 
-def warn_of_units(posterior: Any, mean: Tensor, error: Tensor, name: str, depth: int = 5) -> tuple[str, ...]:
-    """Warn if targets seem to be in other units, and return the sentence, if there is one; see ``units_finding``.
-
-    ``depth`` is the number of calls from here to the line of the user, which the warning names.
-    """
+def warn_of_units(posterior: Any, mean: Tensor, error: Tensor, name: str) -> tuple[str, ...]:
+    """Warn if targets seem to be in other units, and return the sentence, if there is one; see ``units_finding``."""
     finding = units_finding(posterior, mean, error, name)
     if finding:
-        warnings.warn(finding, CalibrationWarning, stacklevel=depth)
+        warn_caller(finding)
     return (finding,) if finding else ()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lapwing.core.callers import warn_caller
 from lapwing.core.data import Data
 from lapwing.core.known_rows import KnownRows
 from lapwing.core.processes import Processes
 from lapwing.core.trace import Trace
-from lapwing.errors import CalibrationWarning
 from lapwing.networks.network import Network
 from lapwing.tuners.protocol import HoldsOut, Tuner
 
@@ -48,7 +47,7 @@ def _noted(rows: KnownRows, data: Data, name: str, refuses: bool) -> Reused:
     for remark in remarks:
         if refuses and remark.whole:
             raise remark.refused()
-        warnings.warn(remark.text, CalibrationWarning, stacklevel=6)
+        warn_caller(remark.text)
     return Reused(rows.with_validation(sketch), tuple(remark.text for remark in remarks))
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import warnings
 from dataclasses import replace
 from typing import Any
 
+from lapwing.core.callers import warn_caller
 from lapwing.core.data import Data
 from lapwing.core.trace import Trace
-from lapwing.errors import CalibrationWarning
 from lapwing.posteriors.effective import HasGammas
 from lapwing.posteriors.mixture import Belief, Cell
 from lapwing.tuners.cells import CellGrid, counted_scores, mean_score
@@ -39,7 +37,7 @@ def judged(posterior: Any, data: Data) -> Any:
             f"{own:.3g} in the place of {plain:.3g} for each datum. Such error bars are too wide. Give validation "
             "data, fit(..., validation=data), or leave out the tuner."
         )
-        _warn(message)
+        warn_caller(message)
         trace = replace(trace, findings=(*trace.findings, message))
     scores = {"plain network": plain, "this posterior": own}
     return posterior.with_trace(replace(trace, scores=scores, scored_on="training"))
@@ -63,18 +61,9 @@ def with_bias_noticed(posterior: Any, data: Data) -> Any:
         f"data. Give validation data, fit(..., validation=data), or the weights, "
         f"{type(likelihood).__name__}({weights}=...); either corrects the probabilities."
     )
-    _warn(message)
+    warn_caller(message)
     trace = posterior.trace or Trace("")
     return posterior.with_trace(replace(trace, findings=(*trace.findings, message)))
-
-
-def _warn(message: str) -> None:
-    """Warn at the line that called the library, however many functions are around ``fit``."""
-    frame, level = inspect.currentframe(), 1
-    inside = lambda name: name.split(".")[0] in ("lapwing", "torch", "contextlib")
-    while frame is not None and inside(frame.f_globals.get("__name__", "")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, CalibrationWarning, stacklevel=level)
 
 
 def _explained(posterior: Any) -> float:
