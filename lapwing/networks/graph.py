@@ -70,10 +70,11 @@ class Graph:
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
-        """The signature in which of a shape only matters which dimensions are one, the batch, or multiples of it."""
+        """The signature in which a size only matters as one or more, and the number of rows also as one per sample."""
         batch = output_shape(self.nodes[0])[0]
-        kind = lambda n: n if n < 2 else 2 if n == batch else 3 if n % max(1, batch) == 0 else 4
-        return tuple((name, tuple(map(kind, shape)), edges) for name, shape, edges in self.signature)
+        rows = lambda n: n if n < 2 else 2 if n == batch else 3 if n % max(1, batch) == 0 else 4
+        kinds = lambda shape: (*map(rows, shape[:1]), *(min(n, 2) for n in shape[1:]))
+        return tuple((name, kinds(shape), edges) for name, shape, edges in self.signature)
 
     @property
     def last(self) -> str:
