@@ -167,6 +167,14 @@ def test_decompositions_are_counted() -> None:
     assert chosen(4_000, 5_000, seconds=20).method == lw.Kron(factor_limit=2048)
 
 
+@pytest.mark.parametrize(("width", "data", "seconds"), [(900, 10**6, 1e-3), (7_000, 300, 1e-3), (30_000, 5_000, 0.1)])
+def test_factors_stay_the_fallback_where_their_time_is_over_too(width: int, data: int, seconds: float) -> None:
+    """Without a cost of their own, so that a coarser structure does not come in their place."""
+    choice = chosen(width, data, seconds=seconds, memory=math.inf)
+    assert isinstance(choice.method, lw.Kron)
+    assert "Kron would take" not in choice.why
+
+
 @pytest.mark.parametrize("data", [300, 5_000, 10**6])
 def test_decompositions_never_take_more_than_the_time_or_the_pass(data: int) -> None:
     for width, seconds in itertools.product((900, 3_000, 7_000, 30_000), (0.1, 1, 10, 100, 1e4)):

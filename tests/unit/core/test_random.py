@@ -76,6 +76,37 @@ def test_readers_do_not_meet_a_stream() -> None:
     assert order == ["drawn", "read", "read", "read"]
 
 
+def test_readers_that_never_pause_do_not_keep_a_stream_waiting() -> None:
+    """A reader that comes while a stream waits goes after it, or overlapping readers would starve it."""
+    order: list[str] = []
+    reading, over = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with undisturbed():
+            reading.set()
+            over.wait(10)
+
+    def stream() -> None:
+        with global_seed(1, CPU):
+            order.append("stream")
+
+    def second() -> None:
+        with undisturbed():
+            order.append("reader")
+
+    threads = [threading.Thread(target=each) for each in (first, stream, second)]
+    threads[0].start()
+    assert reading.wait(10)
+    for thread in threads[1:]:  # each has the time to ask for its turn
+        thread.start()
+        thread.join(0.1)
+    assert order == []
+    over.set()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["stream", "reader"]
+
+
 def test_two_loaders_that_start_streams_of_their_own() -> None:
     """Each waits for the other's turn as a reader to end, and does not count as one meanwhile."""
     both = threading.Barrier(2, timeout=10)

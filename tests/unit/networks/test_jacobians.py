@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from benchmarks.peak import held
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import named, subnetwork
 from tests import problems
@@ -312,3 +313,23 @@ def test_the_budget_counts_layers_before_the_selected_ones(weights: Any) -> None
         assert network.footprint.joined(2, network.dtype, network.device) == 2**20 // (3 * 4 * 5000)
         chunks = list(network.footprint.chunks(100, 2, network.dtype, network.device))
     assert len(chunks) > 2
+
+
+def test_reduced_rows_of_samples_of_unequal_length_are_means_over_their_own_positions() -> None:
+    """Against a loop over samples; one has no position at all, and the sums beyond its end are zero."""
+    torch.manual_seed(0)
+    lengths = [5, 2, 0, 3]
+    a, g, zero = (torch.zeros(*shape, dtype=torch.float64) for shape in ((1, 4, 5, 3), (1, 2, 4, 5, 6), (2, 6)))
+    for b, t in enumerate(lengths):
+        a[:, b, :t], g[:, :, b, :t] = (
+            torch.randn(1, t, 3, dtype=torch.float64),
+            torch.randn(1, 2, t, 6, dtype=torch.float64),
+        )
+    rows = LinearJacobian(a, g, torch.tensor(lengths)).kronecker_rows(reduce=True)
+    assert rows.inputs is not None
+    assert rows.outputs is not None
+    for b, t in enumerate(lengths):
+        mean = sum((a[0, b, i] for i in range(t)), torch.zeros(3, dtype=torch.float64)) / max(t, 1)
+        assert_close(rows.inputs[0, b], mean)
+        assert_close(rows.outputs.reshape(2, 4, 6)[:, b], sum((g[0, :, b, i] for i in range(t)), zero))
+    assert rows.number == 3

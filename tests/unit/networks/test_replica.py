@@ -154,6 +154,22 @@ def test_hooks_that_come_and_go_after_the_fit() -> None:
     assert not seen
 
 
+def test_hooks_that_were_there_at_the_fit_may_go_and_others_come() -> None:
+    """The copy has the hooks of the model as they are now, not as they were when it was made."""
+    model, seen = nn.Sequential(nn.Linear(4, 3)).double(), list[str]()
+    first = model[0].register_forward_hook(lambda *_: seen.append("first"))
+    posterior = lw.fit(model, [(X, Y)], "classification", prior=1.0)
+    first.remove()
+    second = model[0].register_forward_hook(lambda *_: seen.append("second"))
+    seen.clear()
+    posterior.predict(X)
+    assert set(seen) == {"second"}
+    second.remove()
+    seen.clear()
+    posterior.predict(X)
+    assert not seen
+
+
 @pytest.mark.parametrize("renewed", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["copy", "pickle"])
 def test_copies_of_a_network(renewed: Callable[[Any], Any]) -> None:
     network = Network.build(BY_NAME["mlp"].build(), BY_NAME["mlp"].batch(3))
