@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ def main() -> int:
         x, y = torch.randn(rows, width), torch.randint(0, 10, (rows,))
         batches = list(zip(x.split(256), y.split(256), strict=True))
         model = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 10))
-        fit = seconds(lambda m=model, b=batches: lw.fit(m, b, "classification", prior=1.0, progress=False))
-        own = seconds(lambda b=batches: sketch(b))
+        fit = seconds(partial(lw.fit, model, batches, "classification", prior=1.0, progress=False))
+        own = seconds(partial(sketch, batches))
         print(f"{name}: {rows:,} rows of {width} numbers: fit {fit:.3f} s, sketch {own:.4f} s, {own / fit:.1%}")
     return 0
 

@@ -121,7 +121,7 @@ def test_a_fit_holds_a_few_batches_at_a_time(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ["default", "valla"])
 def test_the_memory_of_a_fit_does_not_grow_with_the_rows(name: str) -> None:
     few, many = (peak(lambda n=n: lw.fit(network(), Rows(n), "regression", method=METHODS[name])) for n in (768, 1536))
-    assert many <= 1.05 * few
+    assert many <= 1.05 * few + 2 * 8 * 768  # and the marks of a sketch, 8 bytes for each of the first 65,536 rows
 
 
 def test_tails_and_sketches_do_not_grow_with_the_rows() -> None:
