@@ -17,6 +17,7 @@ from lapwing.errors import DataError, DivergedError, UnsupportedError
 from lapwing.inverse.belief import Belief
 from lapwing.inverse.classes import ClassMatrices
 from lapwing.inverse.problem import InverseProblem
+from lapwing.linalg.logdet import random_signs
 from lapwing.linalg.operators import Solution
 from lapwing.linalg.randomised import Eigenpairs
 from lapwing.networks.forward import outside_autocast, outside_inference
@@ -27,6 +28,10 @@ from lapwing.tuners.protocol import Tuner, applied
 
 RANGE = (1e-14, 1e3)  # of variances in a search, in units of the variance that explains y - A h(mean) by itself
 NOISE_RANGE = (1e-8, 1e2)  # of noise variances, in the same units
+NOISE_START = 1e-4  # the smallest that a search starts from, in the same units
+VANISHED = (
+    1e-2  # share of noise in the variance of the measurements, as σ² tr K_yy⁻¹ / dy, below which it has no effect
+)
 UNUSED = 1e-2  # nats that a block can have learned at most, below which it adds next to nothing to the error bars
 UNFITTED = 2.0  # residuals of the network in units of the noise, above which it is not near the measurements
 PAIRS = Rule(
@@ -145,7 +150,18 @@ class InversePosterior:
         """
         refuse_other_tuners(tuner)
         default = Ascend() if self.classes is None else MaximiseEvidence(noise=True, max_steps=200)
-        return replace(applied(default if tuner is None else tuner, self), pairs=None)._with_remarks()
+        tuned = applied(default if tuner is None else tuner, self._with_noise_to_start_from())
+        return replace(tuned, pairs=None)._with_remarks()
+
+    def _with_noise_to_start_from(self) -> InversePosterior:
+        """Return the posterior, with more noise if a network that interpolates leaves hardly any residual.
+
+        At the edge of the search the evidence has no slope in the noise.
+        """
+        least = NOISE_START * self.problem.prior_residual.square().mean()
+        if not self.learns_noise or bool(self.noise_variance >= least):
+            return self
+        return self.with_noise(least)
 
     @cached_property
     def limits(self) -> tuple[Tensor, Tensor]:
@@ -181,9 +197,9 @@ class InversePosterior:
                 "without these weights, and they add next to nothing to the error bars, which may be too narrow. A "
                 "prior with fewer blocks is safer."
             )
-        if self.learns_noise and float(self.noise_variance.log() - self.limits[0][-1]) < 0.1:
+        if self.learns_noise and self._noise_share < VANISHED:
             findings.append(
-                f"the learned noise fell to {float(self.noise_std):.3g}, the smallest of the search: the tangent model "
+                f"the learned noise fell to {float(self.noise_std):.3g}, where it has no effect: the tangent model "
                 "explains the measurements without noise, so the error bars leave it out. Give noise_std."
             )
         ratio = float(self.problem.residual.square().mean() / self.noise_variance.detach()) ** 0.5
@@ -193,6 +209,13 @@ class InversePosterior:
                 "the error bars belong to, and they are too narrow around it. Train it longer, or use tangent_mean."
             )
         return self.with_trace(replace(trace, findings=(*trace.findings, *findings))) if findings else self
+
+    @property
+    def _noise_share(self) -> float:
+        """An estimate of σ² tr K_yy⁻¹ / dy, between zero and one."""
+        rows, generator = self.problem.observation.rows, torch.Generator().manual_seed(self.seed + 3)
+        signs = random_signs(8, rows, generator, self.noise_variance.device)
+        return float(self.noise_variance.detach() * (signs * self.belief.solve(signs).x).mean())
 
     @property
     def unused_blocks(self) -> tuple[str, ...]:

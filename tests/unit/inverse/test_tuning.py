@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,8 +77,16 @@ def test_a_noise_that_vanishes_and_a_network_far_from_its_measurements_are_said(
     posterior = drawn((0.0, 1.0, 0.0), 0.0, noise_std=None).tuned()
     assert posterior.trace is not None
     noise, network = posterior.trace.findings[-2:]
-    assert "the smallest of the search: the tangent model explains the measurements without noise" in noise
+    assert "where it has no effect: the tangent model explains the measurements without noise" in noise
     assert "the network misses the measurements by" in network
+
+
+def test_noise_is_learned_where_the_network_interpolates() -> None:
+    """Its residuals are rounding, from which no search could start."""
+    one = case()
+    start = replace(fitted(prior=lw.isotropic(1.0), noise_std=None), noise_variance=torch.tensor(1e-14, dtype=D))
+    learned = lw.inverse.fit(one.model, one.x, one.y, one.a, prior=1.0, tuner=lw.tuners.MaximiseEvidence(noise=True))
+    assert_close(start.tuned().noise_std, learned.noise_std, 0.25)
 
 
 def test_given_noise_is_kept() -> None:
