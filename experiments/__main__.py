@@ -17,6 +17,7 @@ EXPERIMENTS = {  # the name of a module in this folder, and its help
     "calibration": "are the error bars right as they come? many tasks, against the plain network",
     "cifar": "CIFAR-10 with given ResNets: error bars as they come, on a GPU",
     "uci": "nine regression tables from a data folder",
+    "biased": "classification on a folder of tables: temperature, offsets and precision, with class balance lost",
     "widths": "regression on a folder of tables: intervals with and without validation data",
     "flights": "arrival delays: a large table, every method for regression",
     "fashion": "Fashion-MNIST: cross-validation against training with the evidence",

@@ -1,4 +1,4 @@
-"""Lapwing turns a trained PyTorch network into one with calibrated error bars.
+"""Lapwing turns a trained PyTorch network into one with error bars, fitted to held-out data.
 
 The names below are for everyday use. The rest is in namespaces: ``tuners``, ``priors``, ``baselines``, ``recipes``,
 ``metrics``, ``plots``, ``linear``, ``inverse``, ``subnetworks``, ``samples``, ``memory`` and ``errors``.

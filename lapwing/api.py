@@ -93,13 +93,14 @@ def fit(
             "last_layer" are accepted as names.
         prior: The Gaussian prior over the weights: an object such as ``lw.per_layer()``, or a number for an isotropic
             precision. Used as given. None learns an isotropic precision with ``tuner``.
-        validation: Data that the network was not trained on, in the form of ``data``; 200 or more calibrate the error
-            bars. The posterior is then a mixture over precisions and, for classification, softmax temperatures, or
-            noise and tails for regression (``lw.tuners.Integrate``), and ``posterior.summary()`` compares it with the
-            plain network. Cost: one or two passes over these data. A given prior is kept.
+        validation: Data that the network was not trained on, in the form of ``data``; 200 or more are enough to set the
+            width of the error bars. The posterior is then a mixture over precisions and, for classification, softmax
+            temperatures and an offset of the logits, or noise and tails for regression (``lw.tuners.Integrate``), and
+            ``posterior.summary()`` compares it with the plain network. Cost: a forward pass and one or two passes over
+            these data. A given prior is kept.
         tuner: Learns the precision in another way: an object from ``lw.tuners``, such as ``MaximiseEvidence()``, the
             naive evidence. Without one, a precision from the evidence (about ten factorisations, no data) is the
-            centre of a mixture: over ``validation``, or, without such data, a guarded one that cannot do much harm
+            centre of a mixture: over ``validation``, or, without such data, a guarded one close to the plain network
             (``lw.tuners.Budget``; for Gaussian noise half the plain network, Student tails and, up to 4,096 weights or
             rows and 256 outputs of an input, the exact posterior as one part). With a given prior only a tuner that is
             given runs, from that prior.

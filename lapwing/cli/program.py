@@ -91,7 +91,7 @@ class _Parser(ArgumentParser):
 def _parser() -> ArgumentParser:
     parser = _Parser(
         prog="lapwing",
-        description="Calibrated error bars for trained networks.",
+        description="Error bars for trained networks.",
         epilog="lapwing COMMAND --help lists the options of a command. @FILE stands for the words in a file.",
         fromfile_prefix_chars="@",
     )

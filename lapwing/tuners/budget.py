@@ -42,8 +42,8 @@ class Budget:
 
     Nothing in the training data tells how wide the error bars of a network that fits them should be. So each cell of
     a mixture, the evidence's precision times 1, 10 and 100, is given only as much weight as lowers the likelihood of
-    training targets by its part of a fixed budget; the plain network has the rest. This cannot do harm worth
-    mentioning, and gains about half of what the best precision would: it is a guard, not a calibration.
+    training targets by its part of a fixed budget; the plain network has the rest. This costs the training targets no
+    more than that, and gains about half of what the best precision would: it is a guard, not a calibration.
 
     With Gaussian noise the residuals do say something about the targets: Student tails are fitted to them. Half of the
     mixture is the plain network, and the posterior and ``others`` share the other half equally. Nothing checks its

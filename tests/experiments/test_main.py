@@ -35,6 +35,7 @@ FILES = {  # that each experiment writes
     "calibration": ("calibration.json",),
     "cifar": ("cifar.json",),
     "uci": ("uci.json",),
+    "biased": ("biased.json",),
     "widths": ("widths.json",),
     "flights": ("flights.json",),
     "fashion": ("fashion.json",),
