@@ -28,9 +28,9 @@ FLOOR = 1e-4  # loss below which a cell counts as harmless
 DEGREES = (math.inf, 8.0, 4.0)
 GAIN = 2.0  # nats by which Student tails must be better
 ADVICE = "validation data would calibrate this posterior: fit(..., validation=data)."
-WIDTH = (  # of 80 networks, see "what regression intervals cover" in docs/calibration.md
+WIDTH = (  # of the networks under "what regression intervals cover" in docs/calibration.md
     "no held-out data checked the width of these error bars: over many networks 95 % intervals covered 95 % of new "
-    "rows on average, for single ones 89 to 100 %, and some were twice as wide as they need be."
+    "rows on average, but for single ones mostly 89 to 100 %, and some were several times as wide as they need be."
 )
 APART = 0.3  # a scale of a posterior from which its disagreement is remarked on
 TRACE = Trace("Budget", "training NLL", findings=(ADVICE,), scored_on="training")
