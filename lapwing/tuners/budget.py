@@ -72,7 +72,7 @@ class Budget:
     """
 
     data: Iterable[Any] | Data | None = None
-    budget: float = 0.005
+    budget: float = 0.0035
     ratios: Sequence[float] = RATIOS
     points: int = 700
     others: Sequence[Any] = ()
