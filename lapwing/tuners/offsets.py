@@ -154,7 +154,9 @@ class _Logits:
         else:
             rows, expected = self.held.counts.sum(0), (self.held.counts * logits.sigmoid()).sum(0)
             enough = torch.minimum(torch.maximum(seen, expected), torch.maximum(rows - seen, rows - expected)) >= ROWS
-        own = torch.eye(count, dtype=torch.float64)[:, enough]
+        at = enough.nonzero()[:, 0]
+        own = torch.zeros(count, len(at), dtype=torch.float64)
+        own[at, torch.arange(len(at))] = 1.0
         if not self.held.exclusive:
             return own
         free = max(0, own.shape[1] - 1)
@@ -219,10 +221,11 @@ class _Logits:
         own = (known * p * (1 - p)).sum(0)
         if len(z) > DENSE:
             return slope, *_arrow(directions.square().mT @ own + 1 / width**2, across, corner)
-        block = torch.diag(own)
+        weights = (known * p).sum(0) if self.held.exclusive else own
+        block = directions.mT @ (weights.unsqueeze(1) * directions) + torch.eye(len(z), dtype=torch.float64) / width**2
         if self.held.exclusive:
-            block = torch.diag((known * p).sum(0)) - (known * p).mT @ p
-        block = directions.mT @ block @ directions + torch.eye(len(z), dtype=torch.float64) / width**2
+            along = p @ directions
+            block = block - (known[:, :1] * along).mT @ along
         upper, lower = torch.cat([block, across[:, None]], 1), torch.cat([across, corner[None]])
         factor = torch.linalg.cholesky(torch.cat([upper, lower[None]]))
         solve = lambda b: torch.cholesky_solve(b[:, None], factor)[:, 0]
