@@ -27,7 +27,7 @@ from lapwing.errors import DataError
 
 TRAINING, VALIDATION = 2**16, 2**15  # rows of a sketch, of 8 bytes each
 INPUT_BITS, TARGET_BITS = 40, 22
-WIDTH = 4096  # numbers of a row that are hashed, evenly spread over a wider one
+WIDTH = 128  # words of a row that are hashed; a wider one is added up to so many
 NUMBERS = 2**18  # numbers that are hashed at a time
 TOTAL = 2**53
 LEAST = 0.1  # share of reused rows that is worth a remark
@@ -158,32 +158,45 @@ class Sketching:
     totals: tuple[int, int] = (0, 0)
     limit: int = 2**INPUT_BITS
     parts: list[Tensor] = field(default_factory=list)
-    waiting: int = 0
+    kept: int = 0  # marks in ``parts``
+    sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    waiting: int = 0  # rows in ``sums``: many small batches are mixed at once
     comparable: bool = True  # whether rows of all batches could be hashed
 
     def add(self, inputs: Any, targets: Tensor | None, count: int) -> None:
         """Add the rows of a batch."""
-        hashes = _hashes(inputs, targets, count) if self.comparable else None
-        if hashes is None:
-            self.comparable, self.parts = False, []
+        sums = _sums(inputs, targets, count) if self.comparable else None
+        if sums is None:
+            self.comparable, self.parts, self.sums = False, [], []
             return
-        of_inputs, of_targets = hashes
+        self.sums.append(sums)
+        self.waiting += count
+        if self.waiting > TRAINING:
+            self._mix()
+
+    def _mix(self) -> None:
+        """Turn the rows that wait into marks."""
+        if not self.sums:
+            return
+        of_inputs, of_targets = (_mixed(torch.cat(each)) for each in zip(*self.sums, strict=True))
         joint = _mixed(of_inputs + 31 * of_targets)
         sums = [int((h & (TOTAL - 1)).sum()) for h in (joint, of_inputs)]
         self.totals = ((self.totals[0] + sums[0]) % TOTAL, (self.totals[1] + sums[1]) % TOTAL)
-        self.rows += count
+        self.rows += self.waiting
+        self.sums, self.waiting = [], 0
         top = _shifted(of_inputs, 64 - INPUT_BITS)
         marks = (top << (TARGET_BITS + 1)) | (_shifted(of_targets, 64 - TARGET_BITS) << 1)
         self.parts.append(marks[top < self.limit].cpu())
-        self.waiting += len(self.parts[-1])
-        if self.waiting > 4 * TRAINING:
-            kept = RowSketch.of(self.parts, self.rows, self.totals, self.limit, TRAINING)
-            self.parts, self.limit, self.waiting = [kept.marks], kept.limit, 0
+        self.kept += len(self.parts[-1])
+        if self.kept > 4 * TRAINING:
+            marks = RowSketch.of(self.parts, self.rows, self.totals, self.limit, TRAINING)
+            self.parts, self.limit, self.kept = [marks.marks], marks.limit, 0
 
     def value(self) -> RowSketch | None:
         """Return the sketch; None if some rows cannot be compared."""
         if not self.comparable:
             return None
+        self._mix()
         return RowSketch.of(self.parts, self.rows, self.totals, self.limit, TRAINING)
 
 
@@ -241,8 +254,8 @@ class Remark:
         return DataError(self.text)
 
 
-def _hashes(inputs: Any, targets: Tensor | None, count: int) -> tuple[Tensor, Tensor] | None:
-    """Return hashes (n,) of the inputs and of the targets of each sample; None where samples are no rows.
+def _sums(inputs: Any, targets: Tensor | None, count: int) -> tuple[Tensor, Tensor] | None:
+    """Return sums (n,) over inputs and over targets of each sample, to be mixed; None where samples are not rows.
 
     They do not depend on the dtype: numbers are rounded to float32, and 1 is 1.0. Zeros at the end of a row change
     nothing, so that padding does not.
@@ -254,8 +267,8 @@ def _hashes(inputs: Any, targets: Tensor | None, count: int) -> tuple[Tensor, Te
     rows = [t for t in tensors if n_rows(t) == count]
     if not rows or (targets is not None and n_rows(targets) != count):
         return None
-    of_inputs = _mixed(sum((_products(t, seed) for seed, t in enumerate(rows)), torch.zeros((), dtype=torch.int64)))
-    of_targets = torch.zeros_like(of_inputs) if targets is None else _mixed(_products(targets, 10_007))
+    of_inputs = sum((_products(t, seed) for seed, t in enumerate(rows)), torch.zeros((), dtype=torch.int64))
+    of_targets = torch.zeros_like(of_inputs) if targets is None else _products(targets, 10_007)
     return of_inputs, of_targets.to(of_inputs.device)
 
 
@@ -263,20 +276,29 @@ def _products(t: Tensor, seed: int) -> Tensor:
     """Return the product of the words of each row with fixed random odd numbers, modulo 2⁶⁴: (n,)."""
     t = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
     t = t.reshape(len(t), -1)
-    if t.shape[1] > WIDTH:
-        t = t[:, torch.arange(WIDTH, device=t.device) * t.shape[1] // WIDTH]
     pattern = _pattern(seed, t.device)[: t.shape[1]]
-    parts = t.split(max(1, NUMBERS // max(1, t.shape[1])))
-    return torch.cat([(_words(part) * pattern).sum(1) for part in parts])
+    parts = [t] if t.numel() <= NUMBERS else t.split(max(1, NUMBERS // t.shape[1]))
+    products = [(_added(_words(part)) * pattern).sum(1) for part in parts]
+    return products[0] if len(products) == 1 else torch.cat(products)
 
 
 def _words(t: Tensor) -> Tensor:
     """Return the bits of the numbers in float32 as integers; whole numbers keep what float32 cannot hold."""
     if t.is_floating_point():
-        return (t.float() + 0.0).view(torch.int32).long()  # minus zero is zero
+        return (t.float() + 0.0).view(torch.int32)  # minus zero is zero
     whole = t.long()
     near = whole.float()
     return near.view(torch.int32).long() + (whole - near.double().long()) * 0x1E3779B97F4A7C15
+
+
+def _added(words: Tensor) -> Tensor:
+    """Return the words of each row, (n, d), or sums of every 128th word where there are more: (n, 128)."""
+    if words.shape[1] <= WIDTH:
+        return words.long()
+    whole = words.shape[1] // WIDTH * WIDTH
+    sums = words[:, :whole].reshape(len(words), -1, WIDTH).sum(1, dtype=words.dtype)
+    sums[:, : words.shape[1] - whole] += words[:, whole:]
+    return sums.long()
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.core.batches import Batch
 from lapwing.core.data import Data
 from lapwing.core.inputs import check_finite
 from lapwing.likelihoods.protocol import Likelihood
@@ -34,7 +35,8 @@ class HeldOutputs:
         exclusive, rows = likelihood.ignores_common_shift, []
         most = max(1, NUMBERS // network.output_shape[-1])
         most = -(-(most if limit is None else min(limit, most)) // data.processes.size)
-        for batch in data.batches(f"outputs for {data.name}", weighted=True):
+        for whole in data.batches(f"outputs for {data.name}", weighted=True):
+            batch = _first(network, whole, most - sum(map(len, rows)))
             y = named_targets(network, likelihood, batch, data.name)
             f = network(batch.inputs).double()
             check_finite(f, "outputs of the network")
@@ -67,6 +69,14 @@ class HeldOutputs:
         """The mean squared residual of each output, (C,)."""
         squares = (self.counts * (self.f - self.y).square()).sum(0) / self.counts.sum(0).clamp_min(LEAST)
         return squares.clamp_min(LEAST * squares.max())
+
+
+def _first(network: Network, batch: Batch, count: int) -> Batch:
+    """Return the batch with at most so many samples."""
+    if batch.n_samples <= count:
+        return batch
+    rows = slice(0, count)
+    return Batch(network.take(batch.inputs, rows), batch.targets[rows], batch.key, batch.weights_of(rows))
 
 
 def refitted_noise(held: HeldOutputs, likelihood: Likelihood, folds: int) -> Tensor:

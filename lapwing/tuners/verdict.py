@@ -6,8 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from lapwing.core.callers import warn_caller
 from lapwing.core.data import Data
+from lapwing.core.memory import fitting
 from lapwing.core.trace import Trace
 from lapwing.posteriors.effective import HasGammas
 from lapwing.posteriors.mixture import Belief, Cell
@@ -16,6 +19,7 @@ from lapwing.tuners.held_outputs import HeldOutputs
 from lapwing.tuners.offsets import biases
 
 POINTS = 700  # training data that are looked at
+ROW = 128  # bytes of an output of a datum while biases are looked for
 CLEARLY = 0.05  # nats for each datum, beyond what the effective number of parameters explains
 
 
@@ -46,12 +50,13 @@ def judged(posterior: Any, data: Data) -> Any:
 def with_bias_noticed(posterior: Any, data: Data) -> Any:
     """Return the posterior with a remark, and warn, if the network predicts clearly too many or too few of a class.
 
-    Cost: a forward pass over at most 700 training data.
+    Cost: a forward pass over at most 700 training data, or as many as fit into the memory of a call.
     """
     network, likelihood = posterior.problem.network, posterior.problem.likelihood
     if not likelihood.takes_offset:
         return posterior
-    found = biases(HeldOutputs.of(network, likelihood, data, POINTS), likelihood)
+    points = fitting(POINTS, ROW * network.output_shape[-1], torch.device("cpu"), 0.5)
+    found = biases(HeldOutputs.of(network, likelihood, data, points), likelihood)
     if not found:
         return posterior
     what, weights = ("class", "class_weights") if likelihood.ignores_common_shift else ("label", "pos_weight")
