@@ -189,8 +189,8 @@ class Sketching:
         self.parts.append(marks[top < self.limit].cpu())
         self.kept += len(self.parts[-1])
         if self.kept > 4 * TRAINING:
-            marks = RowSketch.of(self.parts, self.rows, self.totals, self.limit, TRAINING)
-            self.parts, self.limit, self.kept = [marks.marks], marks.limit, 0
+            sketch = RowSketch.of(self.parts, self.rows, self.totals, self.limit, TRAINING)
+            self.parts, self.limit, self.kept = [sketch.marks], sketch.limit, 0
 
     def value(self) -> RowSketch | None:
         """Return the sketch; None if some rows cannot be compared."""

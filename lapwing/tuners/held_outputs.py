@@ -32,7 +32,8 @@ class HeldOutputs:
     @classmethod
     def of(cls, network: Network, likelihood: Likelihood, data: Data, limit: int | None = None) -> HeldOutputs:
         """Return them by one forward pass, of the first data if there is a limit or all would take too much memory."""
-        exclusive, rows = likelihood.ignores_common_shift, []
+        exclusive = likelihood.ignores_common_shift
+        rows: list[Tensor] = []
         most = max(1, NUMBERS // network.output_shape[-1])
         most = -(-(most if limit is None else min(limit, most)) // data.processes.size)
         for whole in data.batches(f"outputs for {data.name}", weighted=True):
