@@ -21,7 +21,7 @@ for accelerator in (torch.cuda, torch.xpu, torch.mtia):
         accelerator.manual_seed_all = lambda seed: None
 
 # Examples of modules that need a package of the integrations run where it is installed.
-modules = {"lightning": "lapwing/lightning.py", "botorch": "lapwing/botorch"}
+modules = {"lightning": "lapwing/lightning.py", "botorch": "lapwing/botorch.py"}
 collect_ignore = [path for package, path in modules.items() if find_spec(package) is None]
 
 gc.disable()  # while tests are collected: all that is made then stays

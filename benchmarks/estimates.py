@@ -32,11 +32,11 @@ from benchmarks import large_models, models
 from benchmarks.peak import peak
 from benchmarks.spine import cpu_name
 from lapwing.check import Report
-from lapwing.core.data import Data
-from lapwing.core.state import State
+from lapwing.data.batches import Data
 from lapwing.errors import LapwingError
-from lapwing.methods.protocol import HasTrial, Workload
+from lapwing.methods.base import HasTrial, Workload
 from lapwing.registry import METHODS
+from lapwing.runtime.state import State
 
 FIGURES = ("fit epochs", "fit seconds", "passes", "peak MB", "stored MB")
 

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import lapwing as lw
 from benchmarks.clock import machine
 from benchmarks.large_models import GPT, Layer, ViT
-from lapwing.core.data import Data
-from lapwing.methods.protocol import Workload
+from lapwing.data.batches import Data
+from lapwing.methods.base import Workload
 from lapwing.registry import RATE
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,7 +72,7 @@ def eigendecompositions() -> Iterator[str]:
 
 def precision() -> Iterator[str]:
     """Yield the error of variances and log-determinants with eigenvectors in float32."""
-    from lapwing.linalg.gram import survives
+    from lapwing.linalg.dense import survives
 
     yield "float32 instead of float64: largest error of a variance and of log det / d, and what the library takes"
     for lowest in (1e-1, 1e-3, 1e-5, 1e-8):
@@ -136,7 +136,7 @@ def fitted(method: Any, problem: Any, data: Data, made: list[Any]) -> None:
 
 def transformers(width: int = 96, rows: int = 256) -> Iterator[str]:
     """Yield fits and predictions of small networks of the shapes of ViT-B/16 and GPT-2."""
-    from lapwing.methods.workload import workload_of
+    from lapwing.methods.base import workload_of
 
     yield f"transformers of width {width}, four layers, n = {rows}: the curvature in epochs, functions(x).cov of eight"
     images, tokens = torch.randn(rows, 3, 96, 96), torch.randint(0, 1000, (rows, 32))

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from benchmarks import large_models, models
 from benchmarks.clock import machine
-from lapwing.networks import replica
+from lapwing.networks import forward as replica
 from lapwing.networks.network import Network
 
 REPEATS = 20

@@ -22,7 +22,7 @@ from torch import nn
 
 import lapwing as lw
 from benchmarks import models
-from lapwing.curvature.factors import decompose
+from lapwing.curvature.blocks import decompose
 from lapwing.curvature.kronecker import KroneckerBlock
 
 PEER = {  # laplace-torch 0.3 on the same kind of GPU; norm scales frozen there
@@ -95,7 +95,7 @@ def measure(name: str, model: nn.Module, shape: tuple[int, ...], n: int, inputs:
 
 def check_jacobians() -> None:
     """Compare layer-wise Jacobians with plain backward passes, on the GPU, in float64 and float32."""
-    from lapwing.core.inputs import map_tensors
+    from lapwing.data.inputs import map_tensors
     from lapwing.networks.network import Network
     from tests.cases import CASES
     from tests.references import dense

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.core.known_rows import Sketching
+from lapwing.data.known_rows import Sketching
 
 REPEATS = 5
 

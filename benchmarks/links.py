@@ -19,10 +19,8 @@ from scipy import integrate
 from torch import Tensor
 
 from benchmarks.clock import machine
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.predictives.binary import BINARY_LINKS
-from lapwing.predictives.links import logit_draws
-from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
+from lapwing.predictives.labels import BINARY_LINKS, LINKS, SoftmaxPredictive, logit_draws
+from lapwing.values.gaussian import FunctionGaussian
 
 CLASSES = {2: 50, 3: 50, 10: 50, 100: 10, 1000: 2}  # beliefs for each number of classes and variance
 VARIANCES = (0.1, 1.0, 10.0, 100.0)

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 import lapwing as lw
 from benchmarks import models
 from benchmarks.clock import best_of, forward, machine
-from lapwing.core.data import Data
+from lapwing.data.batches import Data
 from lapwing.networks.network import Network
-from lapwing.tangent.design import NetworkDesign
-from lapwing.tangent.operator import Operator
+from lapwing.tangent import NetworkDesign, Operator
 
 COUNTS = (1, 4, 16)
 

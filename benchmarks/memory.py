@@ -26,10 +26,10 @@ from benchmarks.peak import Held, held
 from benchmarks.spine import cpu_name
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.krylov import OVERSAMPLE
-from lapwing.methods.protocol import Conformance
+from lapwing.methods.base import Conformance
 from lapwing.methods.sampled import VECTORS
 from lapwing.methods.variational_last_layer import HISTORY
-from lapwing.posteriors.protocols import HasFunctionSamples
+from lapwing.posteriors.base import HasFunctionSamples
 from lapwing.registry import METHODS
 
 BUDGET = 512 * 2**10

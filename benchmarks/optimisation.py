@@ -173,7 +173,7 @@ def main() -> None:
     total, seeds = INITIAL + BATCH * arguments.rounds, range(arguments.seeds)
     print(f"Simple regret after {total} evaluations: {INITIAL} random ones, the same for all, then {BATCH} at a time.")
     print(f"Mean ± standard error over {arguments.seeds} seeds; lower is better. Random search is the mean over {MANY}")
-    print("continuations of each seed. qLogEI and Thompson have lapwing.botorch.surrogate, tanh is a network of tanh")
+    print("continuations of each seed. qLogEI and Thompson have lapwing.botorch, tanh is a network of tanh")
     print("units with error bars on all weights, GP is BoTorch's own SingleTaskGP. Below each row: the gain over")
     print("random search from the same initial points.\n")
     print(f"{'':10}" + "".join(f"{way:>18}" for way in ("random search", *WAYS)))

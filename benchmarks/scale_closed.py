@@ -26,13 +26,10 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from benchmarks.clock import Peak, best_of, machine
-from lapwing.core.data import Data
-from lapwing.curvature.blocks import DiagonalSum
-from lapwing.curvature.blockwise import blockwise_sum
-from lapwing.curvature.factors import FACTOR_LIMIT
-from lapwing.curvature.kronecker import kronecker_curvature
-from lapwing.curvature.seeds import Seeds
-from lapwing.curvature.sweep import Sweep
+from lapwing.curvature.blocks import FACTOR_LIMIT, DiagonalSum
+from lapwing.curvature.kronecker import blockwise_sum, kronecker_curvature
+from lapwing.curvature.sweep import Seeds, Sweep
+from lapwing.data.batches import Data
 from lapwing.networks.network import Network
 
 CLASSES, ROWS, FEATURES = 1000, 512, 64

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from benchmarks.clock import Peak, machine
 from benchmarks.large_models import ResNet50
-from lapwing.networks.directional import _by_jacobians, forward_products
 from lapwing.networks.network import Network
+from lapwing.networks.passes import _by_jacobians, forward_products
 from lapwing.posteriors import draws
 
 DRAWS, ROWS = 16, 16

@@ -14,7 +14,7 @@ import torch
 import lapwing as lw
 from benchmarks import clock, models
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.tuners.evidence import MaximiseEvidence, start_near_optimum
+from lapwing.tuners.base import MaximiseEvidence, start_near_optimum
 
 Figures = dict[str, Any]
 ROUNDS = 5

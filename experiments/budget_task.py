@@ -15,12 +15,12 @@ import lapwing as lw
 from experiments.inducing_task import divergence
 from experiments.uci import read_split
 from lapwing import metrics
-from lapwing.core.data import Data
+from lapwing.data.batches import Data
 from lapwing.demo import diabetes
 from lapwing.demo.regression import Table
 from lapwing.demo.training import Recipe, trained
 from lapwing.errors import DataError
-from lapwing.tangent.model import tangent_model
+from lapwing.tangent import tangent_model
 from lapwing.tuners.linear_mode import LinearMode, ModeSolver
 
 Scores = dict[str, float]

@@ -20,7 +20,7 @@ from experiments.options import Progress
 from experiments.uci import SETS as UCI
 from experiments.uci import read_split, splits_in
 from lapwing.demo.training import Recipe, batches, trained
-from lapwing.methods.protocol import Method
+from lapwing.methods.base import Method
 from lapwing.registry import METHODS
 
 BATCH = 250

@@ -22,10 +22,10 @@ from experiments.image_task import Beliefs, Pair, Task, best_temperature, scaled
 from experiments.options import Progress
 from experiments.resnets import cifar10, staged, train
 from lapwing import metrics
-from lapwing.core.data import Data
+from lapwing.data.batches import Data
 from lapwing.demo.training import batches
-from lapwing.predictives.softmax import SoftmaxPredictive
-from lapwing.tangent.model import tangent_model
+from lapwing.predictives.labels import SoftmaxPredictive
+from lapwing.tangent import tangent_model
 from lapwing.tuners.linear_mode import ModeSolver
 
 LARGEST = 4.0  # factor by which the precision falls in one step: a small one needs many more products

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing import metrics
 from lapwing.demo.training import batches
-from lapwing.predictives.softmax import SoftmaxPredictive
+from lapwing.predictives.labels import SoftmaxPredictive
 
 Pair = tuple[Tensor, Tensor]  # images and classes
 Beliefs = Callable[[Tensor], lw.FunctionGaussian]  # images -> the distribution of their logits

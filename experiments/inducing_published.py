@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from experiments.inducing_task import Task
 from experiments.options import Progress
 from lapwing.demo.training import ACTIVATIONS, Recipe
-from lapwing.linalg.kmeans import kmeans
-from lapwing.methods.inducing.anchors import Anchors
-from lapwing.priors.kernel import prior_kernel
+from lapwing.linalg.dense import kmeans
+from lapwing.methods.inducing.points import Anchors
+from lapwing.priors.filters import prior_kernel
 
 
 def trained_as_published(x: Tensor, y: Tensor, recipe: Recipe, seed: int) -> nn.Sequential:

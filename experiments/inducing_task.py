@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.core.pool import Pool
-from lapwing.core.random import derived_generator
+from lapwing.data.batches import Data
+from lapwing.data.streams import Pool
 from lapwing.demo.training import Recipe
+from lapwing.runtime.threads import derived_generator
 
 RECIPE = Recipe(
     epochs=10**9, max_steps=12_000, batch_size=100, learning_rate=1e-3, weight_decay=0.0, falling=False

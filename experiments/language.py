@@ -23,7 +23,7 @@ from experiments.language_models import now, passes
 from experiments.language_task import ADAPTERS, SCRATCH, Language, Task, from_scratch, with_adapters
 from experiments.options import Progress, add_data_dir, chosen, positive, silent
 from lapwing.demo.result import Report, Result, Row, plain
-from lapwing.methods.protocol import Method
+from lapwing.methods.base import Method
 
 NETWORKS = {"classes": SCRATCH, "adapters": ADAPTERS}  # by the names of parts
 PARTS = (*NETWORKS, "words")

@@ -18,7 +18,7 @@ from experiments.language_task import Language, language_model, parts_of, token_
 from experiments.options import Progress, silent
 from experiments.pinned import as_fitted
 from lapwing.demo.result import Result, Row, plain
-from lapwing.methods.protocol import Method
+from lapwing.methods.base import Method
 
 TOGETHER = 8  # sentences of a batch for predictions: K functions have K x B x T x V numbers there
 WRITTEN = {"written, most probable words": 0.0, "written, temperature 1": 1.0}

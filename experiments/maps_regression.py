@@ -20,7 +20,7 @@ from experiments.maps_picture import draw_band, draw_points, panels, save_with_l
 from experiments.options import Progress
 from lapwing import metrics
 from lapwing.demo.training import Recipe
-from lapwing.predictives.normal import NormalPredictive
+from lapwing.predictives.numbers import NormalPredictive
 
 CLUSTERS = ((-1.0, -0.7), (0.5, 1.0))  # and the curve below: as in Foong et al. 2019
 GAP = (CLUSTERS[0][1], CLUSTERS[1][0])

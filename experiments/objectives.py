@@ -21,13 +21,13 @@ from experiments.engine.contract import Record
 from experiments.engine.store import Stored
 from experiments.objectives_picture import draw
 from experiments.options import Progress
-from lapwing.core.data import Data
-from lapwing.core.random import normal
+from lapwing.data.batches import Data
 from lapwing.demo.training import batches
-from lapwing.linalg.design import MatrixDesign
+from lapwing.linalg.operators import MatrixDesign
 from lapwing.linalg.stochastic import Passes, Perturbed, sgd
 from lapwing.networks.network import Network
-from lapwing.tangent.design import NetworkDesign
+from lapwing.runtime.threads import normal
+from lapwing.tangent import NetworkDesign
 
 NAMES = {"classic": "L", "reduced": "L'"}
 

@@ -23,12 +23,11 @@ from experiments.options import Progress, add_data_dir, add_quick, add_seeds, si
 from experiments.pinned import PROBIT
 from experiments.repeats import mean_scores, spread_scores
 from lapwing import metrics
-from lapwing.core.data import Data
+from lapwing.data.batches import Data
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import best_seconds
-from lapwing.methods.hfl.posteriors import ResponsePosterior
-from lapwing.methods.hfl.pretrained import PushedWeights, averaged, fitted_scale, random_forces
-from lapwing.methods.hfl.responder import Responder
+from lapwing.methods.hfl.hfl import PushedWeights, ResponsePosterior, averaged, fitted_scale, random_forces
+from lapwing.methods.hfl.response import Responder
 
 IN_TABLE = ("NLL", "ECE", "MC NLL", "MC ECE", "accuracy", "OOD AUROC")
 CPU = torch.device("cpu")

@@ -7,11 +7,9 @@ import torch
 import lapwing as lw
 from experiments.minimum import exact_variance
 from experiments.response_task import Problem
-from lapwing.core.data import Data
-from lapwing.methods.hfl.newton import Hessian
-from lapwing.methods.hfl.objective import Objective
-from lapwing.methods.hfl.posteriors import ResponsePosterior
-from lapwing.methods.hfl.responder import Pushes, Responder
+from lapwing.data.batches import Data
+from lapwing.methods.hfl.hfl import ResponsePosterior
+from lapwing.methods.hfl.response import Hessian, Objective, Pushes, Responder
 
 STRENGTHS = tuple(10.0 ** (1 - k / 2) for k in range(21))  # ten decades
 

@@ -20,7 +20,7 @@ from lapwing.demo.regression import Table
 from lapwing.demo.result import Row
 from lapwing.demo.training import Recipe, mlp, optimise
 from lapwing.errors import LapwingError
-from lapwing.methods.hfl.posteriors import ResponsePosterior
+from lapwing.methods.hfl.hfl import ResponsePosterior
 
 METHODS: dict[str, Any] = {
     "noise only": lw.baselines.MapOnly(),

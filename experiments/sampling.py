@@ -19,15 +19,15 @@ import lapwing as lw
 from experiments.engine.contract import Record
 from experiments.engine.seeds import records_of
 from experiments.options import Progress, add_quick
-from lapwing.core.data import Data
-from lapwing.core.random import normal
+from lapwing.data.batches import Data
 from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
 from lapwing.demo.result import Report, Result, Row, plain
 from lapwing.demo.training import Recipe, batches, trained
-from lapwing.linalg.design import MatrixDesign, forward_product, located_parts
+from lapwing.linalg.operators import MatrixDesign, forward_product, located_parts
 from lapwing.linalg.stochastic import Perturbed
 from lapwing.networks.network import Network
-from lapwing.tangent.design import NetworkDesign
+from lapwing.runtime.threads import normal
+from lapwing.tangent import NetworkDesign
 
 GRID = tuple(10.0 ** (k / 2) for k in range(6, -7, -1))  # from a thousand to a thousandth
 ROUNDS = 50  # iterations of the fixed point; with the exact γ ten are enough

@@ -8,8 +8,7 @@ from lapwing import baselines, errors, inverse, linear, memory, metrics, plots, 
 from lapwing.api import fit, load, train
 from lapwing.check import check
 from lapwing.compare import compare
-from lapwing.core import samples
-from lapwing.core.gaussian import FunctionGaussian
+from lapwing.data import samples
 from lapwing.decisions.several import evaluate
 from lapwing.ensembles import train_ensemble
 from lapwing.errors import LapwingError
@@ -20,7 +19,7 @@ from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.ekron import EKron
-from lapwing.methods.fmgp.fmgp import FMGP
+from lapwing.methods.fmgp import FMGP
 from lapwing.methods.full import Full
 from lapwing.methods.hfl.hfl import HFL
 from lapwing.methods.inducing.ella import ELLA
@@ -33,6 +32,7 @@ from lapwing.networks.last_layer import last_layer
 from lapwing.networks.selection import all_weights, named, subnetwork
 from lapwing.priors import grouped, isotropic, per_layer
 from lapwing.registry import Auto
+from lapwing.values.gaussian import FunctionGaussian
 
 __version__ = "0.2.0"
 

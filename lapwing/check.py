@@ -9,23 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.batches import Batch
-from lapwing.core.inputs import Inputs, accepts, as_tensors, moved
-from lapwing.core.settings import FLAG, NONE, Rule, is_integer
-from lapwing.core.weights import TARGET_KEYS
+from lapwing.data.inputs import Batch, Inputs, accepts, as_tensors, moved
+from lapwing.data.samples import TARGET_KEYS
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import Likelihood
-from lapwing.methods.protocol import Cost, HasCost, Workload
-from lapwing.methods.workload import workload_of
-from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast
-from lapwing.networks.frameworks import plain_module
+from lapwing.likelihoods.base import Likelihood
+from lapwing.methods.base import Cost, HasCost, Workload, workload_of
+from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast, path_of, plain_module
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.networks.several_outputs import path_of
 from lapwing.priors.given import Isotropic
 from lapwing.problem import Problem
 from lapwing.registry import METHODS, Auto, Choice, named
+from lapwing.runtime.settings import FLAG, NONE, Rule, is_integer
 from lapwing.trials import Trials
 
 AUTO = Rule("the limits of the choice, such as lw.Auto(memory=2**30, seconds=60)", lambda v: isinstance(v, Auto))

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import torch
 
-from lapwing.core.settings import Rule, refuse_other_arguments
 from lapwing.errors import DataError
 from lapwing.fitted import Fitted
-from lapwing.posteriors.effective import EffectiveParameters
+from lapwing.posteriors.base import EffectiveParameters
+from lapwing.runtime.settings import Rule, refuse_other_arguments
 
 DISTINCT = 3.0  # standard errors between two evidences that decide their order; the errors are estimates themselves
 DRAWS = 2**14  # of the errors, over which probabilities are averaged

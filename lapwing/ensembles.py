@@ -13,18 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.api import train
-from lapwing.core.atomic import write_atomically
-from lapwing.core.data import Data
-from lapwing.core.inputs import placed
-from lapwing.core.progress import shows_progress
-from lapwing.core.random import Stream
-from lapwing.core.reading import Reading
-from lapwing.core.settings import NONE, PATH, refuse_other_arguments, require_integer
+from lapwing.data.batches import Data, Reading
+from lapwing.data.inputs import placed
 from lapwing.errors import DataError, FileError, UnsupportedError
-from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.ensemble import renewed
 from lapwing.networks.forward import arithmetic_of, unwrapped
 from lapwing.registry import named
+from lapwing.runtime.files import write_atomically
+from lapwing.runtime.settings import NONE, PATH, refuse_other_arguments, require_integer
+from lapwing.runtime.threads import Stream, shows_progress
 from lapwing.training.recipe import Recipe, fixed
 
 

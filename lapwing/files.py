@@ -1,6 +1,6 @@
-"""Posteriors in files (``lapwing.core.container``). Nothing in a file is ever executed.
+"""Posteriors in files (``lapwing.runtime.files``). Nothing in a file is ever executed.
 
-A file holds the states (``lapwing.core.state``) of the network's description, the likelihood, the prior and the
+A file holds the states (``lapwing.runtime.state``) of the network's description, the likelihood, the prior and the
 posterior. This module knows none of their classes: each value takes itself apart and builds itself again.
 """
 
@@ -14,19 +14,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from lapwing.core.container import read, write
-from lapwing.core.known_rows import KnownRows
-from lapwing.core.schema import UNLIMITED, Later, ListOf, MapOf, Record, Text, Whole
-from lapwing.core.state import Part, State, Unread
+from lapwing.data.known_rows import KnownRows
 from lapwing.errors import FileError, LapwingError, ModelError, UnsupportedError
-from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.fingerprint import Fingerprint, settings_in, structure_of
 from lapwing.networks.forward import refuse_training_mode, unwrapped
 from lapwing.networks.network import Network
 from lapwing.networks.probe import OtherFunctionError
-from lapwing.posteriors.protocols import Posterior
-from lapwing.priors.bound import Prior
+from lapwing.posteriors.base import Posterior
+from lapwing.priors.base import Prior
 from lapwing.problem import Problem
+from lapwing.runtime.files import read, write
+from lapwing.runtime.state import UNLIMITED, Later, ListOf, MapOf, Part, Record, State, Text, Unread, Whole
 
 FORMAT = "lapwing-posterior-4"
 PARTS = ("network", "likelihood", "prior", "posterior")

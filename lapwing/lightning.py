@@ -17,10 +17,10 @@ except ImportError:
         ) from error
 
 from lapwing.api import fit
-from lapwing.core.settings import FLAG
 from lapwing.fitted import Fitted
-from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.base import Likelihood
 from lapwing.registry import named
+from lapwing.runtime.settings import FLAG
 
 __all__ = ["LaplaceCallback"]
 

@@ -9,19 +9,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.random import generator_or_default
-from lapwing.core.settings import FLAG, GENERATOR, require_integer
-from lapwing.core.trace import NOT_CONVERGED, Step, Trace
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.linalg.cg import block_conjugate_gradients
-from lapwing.linalg.design import Design, OperatorDesign, back_product, forward_product, gram_product
-from lapwing.linalg.features import check_settings
-from lapwing.linalg.operators import Solution
-from lapwing.linalg.regression import Frame, Regression
-from lapwing.linalg.ridge import Ridge
-from lapwing.linalg.whitened import relative_variances
-from lapwing.predictives.normal import NormalPredictive
+from lapwing.linalg.krylov import block_conjugate_gradients
+from lapwing.linalg.operators import Design, OperatorDesign, Solution, back_product, forward_product, gram_product
+from lapwing.linalg.ridge import Frame, Regression, Ridge, check_settings, relative_variances
+from lapwing.predictives.numbers import NormalPredictive
+from lapwing.runtime.settings import FLAG, GENERATOR, require_integer
+from lapwing.runtime.threads import generator_or_default
+from lapwing.runtime.trace import NOT_CONVERGED, Step, Trace
+from lapwing.values.gaussian import FunctionGaussian
 
 __all__ = ["LinearPosterior", "OperatorDesign", "fit"]
 

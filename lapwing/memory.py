@@ -5,6 +5,6 @@
 1000000000
 """
 
-from lapwing.core.memory import budget, limit, limited
+from lapwing.runtime.memory import budget, limit, limited
 
 __all__ = ["budget", "limit", "limited"]

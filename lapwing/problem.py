@@ -8,16 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.core.batches import Batch
-from lapwing.core.data import Data
-from lapwing.core.inputs import Inputs, check_finite
-from lapwing.core.processes import Processes
-from lapwing.core.schema import ABOVE_ZERO, Either, ListOf, Real, Record, Whole
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Batch, Inputs, check_finite
+from lapwing.data.processes import Processes
 from lapwing.errors import DataError
-from lapwing.likelihoods.protocol import Likelihood
-from lapwing.likelihoods.weighted import as_count, spread, weighted_count, weighted_loss
+from lapwing.likelihoods.base import Likelihood, as_count, spread, weighted_count, weighted_loss
 from lapwing.networks.network import Network
-from lapwing.priors.bound import BoundPrior
+from lapwing.priors.base import BoundPrior
+from lapwing.runtime.state import ABOVE_ZERO, Either, ListOf, Real, Record, Whole
 
 
 @dataclass(frozen=True)

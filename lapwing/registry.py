@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from lapwing.core.settings import FLAG, Rule, is_real, refuse_other_settings, require_integer
 from lapwing.errors import UnsupportedError
+from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
-from lapwing.likelihoods.protocol import Likelihood
+from lapwing.methods.base import AutoCandidate, Budget, Method, OverNetworks, Workload
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.dropout import MCDropout
 from lapwing.methods.ekron import EKron
 from lapwing.methods.ensemble import Ensemble
-from lapwing.methods.fmgp.fmgp import FMGP
+from lapwing.methods.fmgp import FMGP
 from lapwing.methods.full import Full
 from lapwing.methods.hfl.hfl import HFL
 from lapwing.methods.inducing.ella import ELLA
@@ -31,14 +31,14 @@ from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
 from lapwing.methods.mixture_of_laplace import MixtureOfLaplace
-from lapwing.methods.protocol import AutoCandidate, Budget, Method, OverNetworks, Workload
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag import SWAG
 from lapwing.methods.variational_last_layer import VariationalLastLayer
 from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.selection import AllWeights, Weights
-from lapwing.priors.bound import Prior
+from lapwing.priors.base import Prior
 from lapwing.priors.given import Isotropic
+from lapwing.runtime.settings import FLAG, Rule, is_real, refuse_other_settings, require_integer
 
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
@@ -72,7 +72,7 @@ class Auto:
     as much and predict as well (docs/choosing.md has the figures). Single weights have no Kronecker structure and get
     an exact posterior for classes too.
 
-    Registered methods that offer themselves (``lapwing.methods.protocol.AutoCandidate``) are compared. Costs are
+    Registered methods that offer themselves (``lapwing.methods.base.AutoCandidate``) are compared. Costs are
     counted and not measured, so that the same problem gets the same method on every machine. ``fit(...,
     method="auto")`` has these defaults; ``posterior.why`` tells the reason.
 

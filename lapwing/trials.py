@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.inputs import Inputs
-from lapwing.core.spectra import eigh
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Inputs
 from lapwing.errors import LapwingError
-from lapwing.methods.protocol import Cost, HasCost, HasTrial, Method, Work, Workload
-from lapwing.methods.work import NUMBER
-from lapwing.networks.plain import plain_passes, trained_names
+from lapwing.linalg.dense import eigh
+from lapwing.methods.base import NUMBER, Cost, HasCost, HasTrial, Method, Work, Workload
+from lapwing.networks.network import plain_passes, trained_names
 from lapwing.problem import Problem
+from lapwing.values.gaussian import FunctionGaussian
 
 LONGEST = 10.0  # seconds that a trial of a method may take, by its count; longer ones are counted at measured speeds
 SHORT = 0.5  # seconds up to which a call is repeated, and a trial with more data

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import lapwing as lw
-from lapwing.core.processes import Processes
-from lapwing.training.buffers import Buffers
+from lapwing.data.processes import Processes
 from lapwing.training.recipe import Recipe
+from lapwing.training.state import Buffers
 
 Result = dict[str, Any]
 LIMIT = 60  # seconds after which a process that waits for another gives up
@@ -234,7 +234,7 @@ def loaded(make: Callable[[Share, Dataset[Any]], Any], **settings: Any) -> Calla
 def known_rows(share: Share) -> Result:
     """The sketch of the rows of all processes, of which one is in two of them."""
     x = torch.cat([torch.arange(20.0), torch.zeros(1)])[:, None].double()
-    data = lw.core.data.Data(share.batches(x, x) or [], torch.device("cpu"), processes=Processes.of(share.group))
+    data = lw.data.batches.Data(share.batches(x, x) or [], torch.device("cpu"), processes=Processes.of(share.group))
     sketch = data.sketch()
     assert sketch is not None
     return {"marks": (sketch.marks >> 1).double(), "repeats": (sketch.marks & 1).double(), "rows": sketch.rows}

@@ -10,10 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.core.random import normal
-from lapwing.core.settings import require_integer
 from lapwing.errors import DataError, NumericalError
-from lapwing.linalg.cholesky import cholesky
+from lapwing.linalg.dense import cholesky
+from lapwing.runtime.settings import require_integer
+from lapwing.runtime.threads import normal
 
 LogDensity = Callable[[Tensor], Tensor | float]
 

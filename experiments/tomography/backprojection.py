@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from experiments.tomography.geometry import Geometry, pixel_centres, require_geometry
-from lapwing.core.settings import one_of, seen
 from lapwing.errors import DataError
+from lapwing.runtime.settings import one_of, seen
 
 WINDOWS = ("none", "hann")
 

@@ -12,7 +12,7 @@ from experiments.tomography.backprojection import fbp
 from experiments.tomography.geometry import ParallelBeam
 from experiments.tomography.noise import measured
 from experiments.tomography.rays import ray_transform
-from lapwing.linalg.sparse import SparseOperator
+from lapwing.linalg.operators import SparseOperator
 
 ANGLES, NOISES = (5, 10, 20, 30), (0.05, 0.10)
 # Weights of the total variation that Barbano et al. validated on training images, by the share of noise and the angles.

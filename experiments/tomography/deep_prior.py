@@ -15,9 +15,9 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from experiments.tomography.total_variation import total_variation
 from experiments.tomography.unet import UNet, dropout_masks
-from lapwing.core.progress import ProgressBar
-from lapwing.core.settings import GENERATOR, NOT_NEGATIVE, POSITIVE, Rule, integer, require, seen
 from lapwing.errors import DataError, NumericalError, UnsupportedError
+from lapwing.runtime.settings import GENERATOR, NOT_NEGATIVE, POSITIVE, Rule, integer, require, seen
+from lapwing.runtime.threads import ProgressBar
 
 SHOWN_EVERY = 100  # steps between two numbers beside the progress bar, each of which waits for the device
 MASKS_AT_ONCE = 64  # steps whose dropout masks are drawn together

@@ -8,8 +8,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from lapwing.core.settings import TENSOR, Rule, integer, is_real, seen
 from lapwing.errors import DataError, NumericalError
+from lapwing.runtime.settings import TENSOR, Rule, integer, is_real, seen
 
 FLOOR = Rule("a finite variance of at least zero", lambda v: is_real(v) and 0 <= v < math.inf)
 NUMBERS_AT_ONCE = 2**25  # of the samples, in float64: 256 MB

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lapwing.core.random import normal
-from lapwing.core.settings import POSITIVE, Rule, integer, one_of, seen
 from lapwing.errors import DataError, NumericalError
-from lapwing.linalg.sparse import SparseOperator
+from lapwing.linalg.operators import SparseOperator
+from lapwing.runtime.settings import POSITIVE, Rule, integer, one_of, seen
+from lapwing.runtime.threads import normal
 
 SQUARE = Rule(
     "a symmetric, finite float64 matrix (pixels, pixels)",

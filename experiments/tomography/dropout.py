@@ -10,9 +10,9 @@ from torch import Tensor
 
 from experiments.tomography.scores import noise_floor
 from experiments.tomography.unet import UNet, dropout_masks
-from lapwing.core.random import generator_or_default
-from lapwing.core.settings import POSITIVE, TENSOR, integer, seen
 from lapwing.errors import DataError, UnsupportedError
+from lapwing.runtime.settings import POSITIVE, TENSOR, integer, seen
+from lapwing.runtime.threads import generator_or_default
 
 
 @dataclass(frozen=True, eq=False)

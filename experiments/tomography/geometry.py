@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lapwing.core.settings import NONE, POSITIVE, Rule, integer, is_integer, is_real, require
 from lapwing.errors import DataError
+from lapwing.runtime.settings import NONE, POSITIVE, Rule, integer, is_integer, is_real, require
 
 ANGLES = Rule(
     "the number of angles, an integer of at least 1, or a tuple of angles in radians, at least one and all finite",

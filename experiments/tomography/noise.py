@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from lapwing.core.random import normal
-from lapwing.core.settings import Rule, is_real, seen
 from lapwing.errors import DataError
-from lapwing.linalg.sparse import SparseOperator
+from lapwing.linalg.operators import SparseOperator
+from lapwing.runtime.settings import Rule, is_real, seen
+from lapwing.runtime.threads import normal
 
 SHARE = Rule("a finite number that is not negative", lambda v: is_real(v) and 0 <= v < math.inf, DataError)
 

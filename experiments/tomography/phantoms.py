@@ -12,9 +12,9 @@ from torch import Tensor
 
 from experiments.data import data_folder
 from experiments.tomography.geometry import pixel_centres
-from lapwing.core.random import uniform
-from lapwing.core.settings import integer, one_of
 from lapwing.errors import DataError
+from lapwing.runtime.settings import integer, one_of
+from lapwing.runtime.threads import uniform
 
 # Value, half-axes, centre and angle in degrees of the ellipses of the head, in the square [-1, 1]², with the larger
 # contrasts of Toft (1996).

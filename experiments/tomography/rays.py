@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from experiments.tomography.geometry import Geometry, require_geometry
-from lapwing.core.settings import Rule
 from lapwing.errors import DataError
-from lapwing.linalg.sparse import SparseOperator
+from lapwing.linalg.operators import SparseOperator
+from lapwing.runtime.settings import Rule
 
 STRAIGHT = 1e-12  # a smaller slope is that of a ray parallel to an axis: cos(π/2) is 6e-17
 ON_EDGE = 1e-9  # pixels; a ray parallel to an axis that is nearer to an edge runs along it

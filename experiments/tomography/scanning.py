@@ -19,9 +19,9 @@ from experiments.tomography.phantoms import rectangles
 from experiments.tomography.rays import angle_operators, ray_transform
 from experiments.tomography.scores import psnr
 from experiments.tomography.unet import seeded_unet
-from lapwing.core.random import normal
 from lapwing.demo.result import Result, Row, plain
-from lapwing.linalg.sparse import SparseOperator
+from lapwing.linalg.operators import SparseOperator
+from lapwing.runtime.threads import normal
 
 STRATEGIES = {"information gain": "information", "expected error": "error", "equispaced": "", "random": ""}
 

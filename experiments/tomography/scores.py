@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing import metrics
-from lapwing.core.settings import POSITIVE, TENSOR, integer, seen
 from lapwing.errors import DataError
+from lapwing.runtime.settings import POSITIVE, TENSOR, integer, seen
 
 
 def psnr(image: Tensor, truth: Tensor) -> float:

@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lapwing.core.settings import POSITIVE, TENSOR, integer, require, seen
 from lapwing.errors import DataError
+from lapwing.runtime.settings import POSITIVE, TENSOR, integer, require, seen
 
 JITTER = 1e-6  # relative variance on the diagonal of a filter's covariance
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapwing.core.random import global_seed, uniform
-from lapwing.core.settings import FLAG, Rule, integer, is_integer, is_real, seen
 from lapwing.errors import DataError
+from lapwing.runtime.settings import FLAG, Rule, integer, is_integer, is_real, seen
+from lapwing.runtime.threads import global_seed, uniform
 
 SLOPE = 0.2  # of the leaky ReLU
 SIGMOID_LIMIT = 15.0  # a sigmoid beyond it has no gradient in float32

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.core.random import normal
 from lapwing.errors import DataError
+from lapwing.runtime.threads import normal
 
 STRENGTHS = (1, 2, 3, 4, 5)
 NOISE = (0.02, 0.04, 0.06, 0.08, 0.10)  # standard deviation of every pixel

@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 import lapwing as lw
 from lapwing import metrics
 from lapwing.errors import DataError
-from lapwing.predictives.softmax import SoftmaxPredictive
+from lapwing.predictives.labels import SoftmaxPredictive
 
 Predict = Callable[[Tensor], Tensor]  # from standardised images to the probabilities of the classes, in float64
 SMALLEST = torch.finfo(torch.float64).tiny  # a probability of zero would make a mean infinite

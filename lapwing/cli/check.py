@@ -7,9 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from lapwing.check import check
-from lapwing.cli.options import add_common, add_data, add_model, model_given, reader_given, seed_all
-from lapwing.cli.outcome import Outcome
-from lapwing.cli.subsets import add_subset, subset_of
+from lapwing.cli.options import (
+    Outcome,
+    add_common,
+    add_data,
+    add_model,
+    add_subset,
+    model_given,
+    reader_given,
+    seed_all,
+    subset_of,
+)
 
 HELP = "say how each layer is handled and what each method would cost, before anything is fitted"
 

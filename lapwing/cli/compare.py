@@ -5,9 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
-from lapwing.cli.options import add_common, seed_all
-from lapwing.cli.outcome import Outcome
-from lapwing.cli.posteriors import add_posteriors, posteriors_given
+from lapwing.cli.options import Outcome, add_common, add_posteriors, posteriors_given, seed_all
 from lapwing.compare import compare
 
 HELP = "rank models by the evidence of their posteriors, which needs no data"

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapwing.cli.options import add_common
-from lapwing.cli.outcome import Outcome
+from lapwing.cli.options import Outcome, add_common
 from lapwing.errors import LapwingError, UnsupportedError
 
 if TYPE_CHECKING:

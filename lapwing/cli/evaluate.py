@@ -5,9 +5,18 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 
-from lapwing.cli.options import COLUMNS, add_common, add_data, add_level, reader_given, seed_all, target_key
-from lapwing.cli.outcome import Outcome
-from lapwing.cli.posteriors import add_posteriors, posteriors_given
+from lapwing.cli.options import (
+    COLUMNS,
+    Outcome,
+    add_common,
+    add_data,
+    add_level,
+    add_posteriors,
+    posteriors_given,
+    reader_given,
+    seed_all,
+    target_key,
+)
 from lapwing.decisions.several import evaluate, kind_of
 from lapwing.errors import DataError
 from lapwing.fitted import Fitted

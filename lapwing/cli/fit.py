@@ -9,22 +9,23 @@ from typing import Any
 
 from lapwing.api import fit
 from lapwing.cli.options import (
+    Outcome,
     add_common,
     add_data,
     add_model,
     add_out,
+    add_subset,
     columns_of_fit,
     model_given,
     reader_given,
     refuse_output,
     seed_all,
+    subset_of,
     target_key,
 )
-from lapwing.cli.outcome import Outcome
-from lapwing.cli.subsets import add_subset, subset_of
-from lapwing.core.settings import NONE, POSITIVE, one_of
 from lapwing.fitted import Fitted
 from lapwing.registry import LIKELIHOODS, METHODS, named
+from lapwing.runtime.settings import NONE, POSITIVE, one_of
 
 HELP = "fit a posterior around the trained weights and write it to a file"
 

@@ -1,22 +1,81 @@
-"""The options that several commands share, and what they stand for."""
+"""What several commands share: options, what they stand for, posteriors to compare, and the outcome of a command."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import random
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lapwing.cli.data import Reader
-from lapwing.cli.models import model_of
-from lapwing.cli.tables import Roles
-from lapwing.core.settings import usable_device
+import lapwing
+from lapwing.cli.data import Reader, Roles
+from lapwing.cli.models import model_of, posterior_of
 from lapwing.errors import FileError, UnsupportedError
+from lapwing.fitted import Fitted
+from lapwing.networks.selection import Weights, named
+from lapwing.registry import WEIGHTS
+from lapwing.registry import named as registered
+from lapwing.runtime.settings import usable_device
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command prints: ``text``, or with ``--json`` the ``facts`` as an object."""
+
+    text: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self, command: str) -> str:
+        """Return the facts as one JSON object, after the command and the versions. Numbers that JSON lacks are null.
+
+        >>> print(Outcome("", {"nll": float("nan")}).to_json("evaluate").splitlines()[-2])
+          "nll": null
+        """
+        versions = {"lapwing": lapwing.__version__, "torch": str(torch.__version__)}
+        return json.dumps(plain({"command": command, "versions": versions, **self.facts}), indent=2, allow_nan=False)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: tensors become lists, paths become text, numbers that are not finite None.
+
+    >>> plain({"mean": torch.tensor([1.0, float("inf")]), "out": Path("net.lapwing")})
+    {'mean': [1.0, None], 'out': 'net.lapwing'}
+    """
+    if isinstance(value, Tensor):
+        return plain(value.detach().tolist())
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def add_subset(parser: ArgumentParser) -> None:
+    """Add the option."""
+    parser.add_argument(
+        "--subset", default="all", metavar="WEIGHTS",
+        help="which weights are uncertain: all, last_layer, or a regular expression for their names (default: all)",
+    )  # fmt: skip
+
+
+def subset_of(arguments: Namespace) -> Weights:
+    """Return the rule that the option stands for."""
+    if arguments.subset not in WEIGHTS:
+        return named(arguments.subset)
+    rule: Weights = registered("weights", arguments.subset)
+    return rule
+
 
 COLUMNS = ("inputs", "target", "drop", "classes")  # options that name the parts of the data, as ``Roles`` has them
 NO_COLUMNS: Mapping[str, tuple[str, ...]] = {}
@@ -197,3 +256,59 @@ def _level(text: str) -> float:
     if not 0 < level < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a probability between 0 and 1")
     return level
+
+
+T = TypeVar("T")
+
+
+def add_posteriors(parser: ArgumentParser) -> None:
+    """Add models, weights and posteriors, one of each or several."""
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL",
+        help="import path of each model, package.module:factory, or one for all posteriors",
+    )  # fmt: skip
+    several: dict[str, Any] = {"type": Path, "nargs": "+", "action": "extend", "metavar": "FILE"}
+    parser.add_argument("--weights", default=[], help="weights of each model, or one file for all", **several)
+    parser.add_argument("--posterior", required=True, help="files that lapwing fit wrote", **several)
+
+
+def posteriors_given(arguments: Namespace) -> dict[str, Fitted]:
+    """Return the posteriors by name. Those with the same model and weights share one network.
+
+    Raises:
+        UnsupportedError: If the numbers of models, weights and posteriors do not match.
+    """
+    files, device = arguments.posterior, device_of(arguments)
+    paths = _each("MODEL", arguments.models, len(files))
+    weights = _each("--weights", arguments.weights or [None], len(files))
+    pairs = list(zip(paths, weights, strict=True))
+    models = {pair: model_of(*pair, device) for pair in dict.fromkeys(pairs)}
+    return {
+        name: posterior_of(file, models[pair]) for name, file, pair in zip(names_of(files), files, pairs, strict=True)
+    }
+
+
+def names_of(files: Sequence[Path]) -> list[str]:
+    """Return a name for each file: without folder and suffix, or the whole path if two would have the same.
+
+    >>> names_of([Path("runs/small.lapwing"), Path("runs/large.lapwing")])
+    ['small', 'large']
+    """
+    names = [file.stem for file in files]
+    if len(set(names)) == len(names):
+        return names
+    paths = [str(file) for file in files]
+    twice = [path for path in paths if paths.count(path) > 1]
+    if twice:
+        raise UnsupportedError(f"--posterior names {twice[0]} twice; expected different files.")
+    return paths
+
+
+def _each(option: str, values: Sequence[T], count: int) -> Sequence[T]:
+    """Return a value for each posterior; one value is that of all."""
+    if len(values) not in (1, count):
+        raise UnsupportedError(
+            f"{option} was given {len(values)} times and --posterior {count} times; expected as many, in the same "
+            f"order, or one {option} for all."
+        )
+    return list(values) * count if len(values) == 1 else values

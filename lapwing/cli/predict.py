@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.cli.models import posterior_of
 from lapwing.cli.options import (
+    Outcome,
     add_common,
     add_data,
     add_level,
@@ -24,12 +25,11 @@ from lapwing.cli.options import (
     seed_all,
     target_key,
 )
-from lapwing.cli.outcome import Outcome
 from lapwing.cli.writing import FORMATS, write_arrays
-from lapwing.core.progress import shows_progress
-from lapwing.core.streams import InputStream
+from lapwing.data.streams import InputStream
 from lapwing.errors import DataError
 from lapwing.fitted import Fitted
+from lapwing.runtime.threads import shows_progress
 
 HELP = "predict new data and write a row for each: probabilities, or means and intervals, and what is not known"
 

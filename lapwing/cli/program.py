@@ -17,8 +17,8 @@ import torch
 
 import lapwing
 from lapwing.cli import check, compare, demo, evaluate, fit, predict, report
-from lapwing.cli.imports import working_folder_first
-from lapwing.cli.outcome import Outcome
+from lapwing.cli.models import working_folder_first
+from lapwing.cli.options import Outcome
 from lapwing.errors import LapwingError
 
 FAILED, INTERRUPTED = 1, 130  # exit codes; 2 is that of argparse for a command that cannot be read

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 
 from lapwing.cli.models import posterior_of
 from lapwing.cli.options import (
+    Outcome,
     add_common,
     add_data,
     add_level,
@@ -19,7 +20,6 @@ from lapwing.cli.options import (
     seed_all,
     target_key,
 )
-from lapwing.cli.outcome import Outcome
 
 HELP = "write a page in HTML with a verdict, scores and pictures, from data that were not used for the fit"
 

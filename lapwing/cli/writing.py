@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.cli.sources import optional
-from lapwing.core.atomic import write_atomically
+from lapwing.cli.data import optional
 from lapwing.errors import UnsupportedError
+from lapwing.runtime.files import write_atomically
 
 Values = Tensor | list[Any]  # numbers with the rows first, or a column of any values
 ROWS = 4096  # of a csv file in one piece

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lapwing.compat.laplace import Laplace
-from lapwing.compat.names import (
+from lapwing.compat.settings import (
     FunctionalApproximation,
     HessianStructure,
     Likelihood,

@@ -2,23 +2,289 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.api import fit
-from lapwing.compat import files, tuning
-from lapwing.compat.names import HessianStructure, Likelihood, LinkApprox, PredType, SubsetOfWeights, option
-from lapwing.compat.numbers import PosteriorNumbers
-from lapwing.compat.predicting import functions, network_functions, probabilities
-from lapwing.compat.settings import NUMBER_OR_TENSOR, Settings, likelihood_of, method_of, prior_of, weights_of
-from lapwing.core.settings import FLAG, GENERATOR, POSITIVE, require_integer
+from lapwing.api import fit, load
+from lapwing.compat import settings as tuning
+from lapwing.compat.settings import (
+    NUMBER_OR_TENSOR,
+    HessianStructure,
+    Likelihood,
+    LinkApprox,
+    PredType,
+    Settings,
+    SubsetOfWeights,
+    likelihood_of,
+    method_of,
+    option,
+    prior_of,
+    weights_of,
+)
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
-from lapwing.posteriors.protocols import Reweightable, required
+from lapwing.posteriors.base import HasEvidence, Reweightable, required
+from lapwing.predictives.labels import SoftmaxPredictive
+from lapwing.runtime.settings import FLAG, GENERATOR, POSITIVE, require_integer
+from lapwing.runtime.threads import normal
+from lapwing.values.gaussian import FunctionGaussian
+
+
+def conditioned_bridge(mean: Tensor, cov: Tensor, normalised: bool) -> Tensor:
+    r"""Return the mean (B, C) of the Dirichlet distribution that the Laplace bridge gives (Hobbhahn et al. 2022).
+
+    The logits are first conditioned on a sum of zero, m - S 1 (1ᵀm) / (1ᵀS1) and S - S 1 1ᵀ S / (1ᵀS1). With
+    ``normalised`` they are then scaled so that the mean of their variances is √(C / 2). The native link "bridge"
+    projects the logits instead, since a shift of all logits does not change a softmax.
+    """
+    count = mean.shape[-1]
+    rows, total = cov.sum(-1), cov.sum((-2, -1)).unsqueeze(-1)
+    mean = mean - rows * mean.sum(-1, keepdim=True) / total
+    variance = cov.diagonal(dim1=-2, dim2=-1) - rows.square() / total
+    if normalised:
+        scale = variance.mean(-1, keepdim=True) / (count / 2) ** 0.5
+        mean, variance = mean / scale.sqrt(), variance / scale
+    peak = (mean + torch.logsumexp(-mean, -1, keepdim=True)).clamp_max(80).exp() / count**2
+    alpha = (1 - 2 / count + peak) / variance
+    return alpha / alpha.sum(-1, keepdim=True)
+
+
+def packed(posterior: Fitted) -> Tensor:
+    """Return the file of a posterior as a tensor of bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "posterior.lapwing"
+        posterior.save(path)
+        return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+
+
+def unpacked(content: Tensor, model: nn.Module) -> Fitted:
+    """Return the posterior from the bytes of ``packed``, for this model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "posterior.lapwing"
+        path.write_bytes(bytes(content.tolist()))
+        return load(path, model)
+
+
+_NATIVE = {
+    "H": "the curvature is la.posterior.base.current",
+    "H_facs": "the curvature is la.posterior.base.current",
+    "backend": "Lapwing computes all curvatures itself",
+    "posterior_precision": "la.posterior.base.precision has solve(v), sample(eps), logdet() and variances()",
+    "posterior_covariance": "la.posterior.base.precision.solve(v) multiplies with it",
+    "posterior_scale": "la.posterior.base.precision.sample(eps) multiplies with it",
+    "posterior_variance": "la.posterior.base.precision.variances() is its diagonal",
+    "functional_variance_fast": "la.posterior.functions(x).variance is fast for all structures",
+    "predictive_moments": "la.posterior.functions(x) has mean and cov",
+}
+
+
+class MissingNameError(UnsupportedError, AttributeError):
+    """A name of laplace-torch that does not exist here; the message says how to do the same."""
+
+
+class PosteriorNumbers:
+    """The numbers of a posterior: marginal likelihood and its terms, precision, covariance, sizes.
+
+    A class that inherits it has ``posterior``, the native posterior.
+    """
+
+    likelihood: str
+    temperature: float
+    prior_precision: Any
+    sigma_noise: Any
+    _structure: str
+
+    @property
+    def posterior(self) -> Fitted:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NATIVE:
+            structure = vars(self).get("_structure")
+            raise MissingNameError(f"compat.Laplace has no {name} for the structure {structure!r}: {_NATIVE[name]}.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def log_marginal_likelihood(
+        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
+    ) -> Tensor:
+        """Return the log marginal likelihood, differentiable in the prior precision and the noise.
+
+        Args:
+            prior_precision: A new prior precision, which is kept.
+            sigma_noise: A new noise, which is kept.
+        """
+        if prior_precision is not None:
+            self.prior_precision = prior_precision
+        if sigma_noise is not None:
+            self.sigma_noise = sigma_noise
+        base = required(self.posterior.base, HasEvidence, "evidence", self.posterior.method)
+        return base.log_evidence() + self._untempered
+
+    @property
+    def _untempered(self) -> float:
+        """The term by which the normaliser of the noise σ² exceeds that of σ² T, which a native posterior has."""
+        statistics = self.posterior.base.statistics
+        count = statistics.data * statistics.outputs if self.likelihood == "regression" else 0
+        return 0.5 * count * math.log(self.temperature)
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """The log-likelihood of the training data at the trained weights."""
+        return self.posterior.base.log_likelihood() + self._untempered
+
+    @property
+    def scatter(self) -> Tensor:
+        """(θ - μ)ᵀ A (θ - μ) at the trained weights."""
+        return self.posterior.prior.penalty(self.mean.double())
+
+    @property
+    def log_det_prior_precision(self) -> Tensor:
+        """log det A."""
+        return self.posterior.prior.logdet()
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """log det Λ - log det A."""
+        return -2 * self.posterior.base.log_occam() - self.scatter
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """log det Λ."""
+        return self.log_det_ratio + self.log_det_prior_precision
+
+    @property
+    def prior_precision_diag(self) -> Tensor:
+        """The prior precision of each weight, (P,)."""
+        return self.posterior.prior.vector
+
+    @property
+    def mean(self) -> Tensor:
+        """The trained weights, (P,)."""
+        return self.posterior.base.theta
+
+    @property
+    def loss(self) -> float:
+        """The loss of the training data at the trained weights, at unit dispersion."""
+        return float(self.posterior.base.statistics.loss)
+
+    @property
+    def n_data(self) -> int:
+        """The number of training data."""
+        return int(self.posterior.base.statistics.data)
+
+    @property
+    def n_outputs(self) -> int:
+        """The number of outputs C."""
+        return int(self.posterior.network.output_shape[-1])
+
+    @property
+    def n_params(self) -> int:
+        """The number of uncertain weights P."""
+        return self.posterior.network.selection.size
+
+    @property
+    def n_layers(self) -> int:
+        """The number of parameter tensors with uncertain weights."""
+        return len(self.posterior.network.selection.names)
+
+    def _only(self, name: str, *structures: str) -> None:
+        """Raise unless the structure is one of these."""
+        if self._structure not in structures:
+            raise MissingNameError(
+                f"compat.Laplace has no {name} for the structure {self._structure!r}: {_NATIVE[name]}."
+            )
+
+    @property
+    def posterior_precision(self) -> Tensor:
+        """Λ (P, P) for the structure "full", its diagonal (P,) for "diag"."""
+        self._only("posterior_precision", "full", "diag")
+        base = self.posterior.base
+        if self._structure == "diag":
+            return 1 / base.precision.variances()
+        scaled = base.current.matrix.double() / base.problem.likelihood.dispersion.detach()
+        return scaled + torch.diag(self.prior_precision_diag.detach())
+
+    @property
+    def posterior_covariance(self) -> Tensor:
+        """Λ⁻¹ (P, P), for the structure "full"."""
+        self._only("posterior_covariance", "full")
+        return self.posterior.base.precision.solve(torch.eye(self.n_params).to(self.prior_precision_diag))
+
+    @property
+    def posterior_variance(self) -> Tensor:
+        """The diagonal of Λ⁻¹ (P,), for the structure "diag"."""
+        self._only("posterior_variance", "diag")
+        return self.posterior.base.precision.variances()
+
+    @property
+    def posterior_scale(self) -> Tensor:
+        """A root R of the covariance, R Rᵀ = Λ⁻¹, (P, P) for the structure "full", (P,) for "diag"."""
+        self._only("posterior_scale", "full", "diag")
+        if self._structure == "diag":
+            return self.posterior_variance.sqrt()
+        return self.posterior.base.precision.sample(torch.eye(self.n_params).to(self.prior_precision_diag)).mT
+
+    def square_norm(self, value: Tensor) -> Tensor:
+        """Return (θ - w̃)ᵀ Λ (θ - w̃) for weights θ (P,), for the structures "full" and "diag"."""
+        delta, precision = (value - self.mean).double(), self.posterior_precision
+        return delta @ (precision * delta if precision.ndim == 1 else precision @ delta)
+
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """Return the log-density of the posterior at weights θ (P,), for the structures "full" and "diag"."""
+        square = -0.5 * self.square_norm(value)
+        if not normalized:
+            return square
+        return square + 0.5 * (self.log_det_posterior_precision - self.n_params * math.log(2 * math.pi))
+
+    def functional_variance(self, Js: Tensor) -> Tensor:
+        """Return J Λ⁻¹ Jᵀ (B, C, C) for Jacobians (B, C, P); ``la.posterior.functions(x)`` needs none."""
+        return torch.einsum("bcp,bdp->bcd", self._solved(Js), Js.double()).to(Js)
+
+    def functional_covariance(self, Js: Tensor) -> Tensor:
+        """Return the covariance (B C, B C) of all outputs for Jacobians (B, C, P)."""
+        return (self._solved(Js).flatten(0, 1) @ Js.double().flatten(0, 1).mT).to(Js)
+
+    def _solved(self, Js: Tensor) -> Tensor:
+        if Js.ndim != 3 or Js.shape[-1] != self.n_params:
+            raise UnsupportedError(f"Js has the shape {tuple(Js.shape)}; expected (B, C, {self.n_params}).")
+        return self.posterior.base.precision.solve(Js.double().flatten(0, 1)).reshape(Js.shape)
+
+
+SEEDS = 2**31 - 1
+
+
+def probabilities(
+    belief: FunctionGaussian, link: str, n: int, independent: bool, generator: torch.Generator | None
+) -> Tensor:
+    """Return class probabilities (B, C) by a link of laplace-torch; ``independent`` leaves out covariances for "mc"."""
+    if link in ("bridge", "bridge_norm"):
+        return conditioned_bridge(belief.mean, belief.cov, link == "bridge_norm")
+    if link == "probit":
+        return SoftmaxPredictive(belief, "probit").probs
+    seed = int(torch.randint(SEEDS, (), generator=generator))
+    if independent:
+        belief = FunctionGaussian(belief.mean, torch.diag_embed(belief.variance))
+    return SoftmaxPredictive(belief, "mc", n, seed).probs
+
+
+def functions(posterior: Fitted, x: Any, n: int, independent: bool, generator: torch.Generator | None) -> Tensor:
+    """Return draws of the tangent model at x, (n, B, C); with ``independent`` from the variances alone."""
+    if not independent:
+        return posterior.function_samples(x, n, generator)
+    belief = posterior.functions(x)
+    return belief.mean + belief.std * normal((n, *belief.mean.shape), generator, belief.mean)
+
+
+def network_functions(posterior: Fitted, x: Any, n: int, generator: torch.Generator | None) -> Tensor:
+    """Return the outputs of the network itself with sampled weights, (n, B, C)."""
+    return posterior.network_samples(x, n, generator)
 
 
 class Laplace(PosteriorNumbers):
@@ -289,7 +555,7 @@ class Laplace(PosteriorNumbers):
     def state_dict(self) -> dict[str, Any]:
         """Return the posterior as tensors and plain values, for ``torch.save``; ``posterior.save(path)`` is native."""
         return {
-            "lapwing": files.packed(self.posterior), "temperature": self.temperature, "structure": self._structure,
+            "lapwing": packed(self.posterior), "temperature": self.temperature, "structure": self._structure,
             "prior_precision": self._prior_precision.detach(), "sigma_noise": self._sigma_noise.detach(),
             "prior_mean": self._prior_mean, "likelihood": self.likelihood,
         }  # fmt: skip
@@ -305,6 +571,6 @@ class Laplace(PosteriorNumbers):
             if state_dict.get(name) != own:
                 raise UnsupportedError(f"the state has the {name} {state_dict.get(name)!r}; expected {own!r}.")
         self.model.eval()
-        self._fitted = files.unpacked(state_dict["lapwing"], self.model)
+        self._fitted = unpacked(state_dict["lapwing"], self.model)
         self.temperature, self.prior_mean = state_dict["temperature"], state_dict["prior_mean"]
         self.sigma_noise, self.prior_precision = state_dict["sigma_noise"], state_dict["prior_precision"]

@@ -1,17 +1,19 @@
-"""The arguments of laplace-torch's constructor, and the native method, weights, likelihood and prior that they mean."""
+"""The names and arguments of laplace-torch, what they mean natively, and its ways to choose a prior precision."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.compat.names import FunctionalApproximation, HessianStructure, Likelihood, SubsetOfWeights, option
-from lapwing.core.settings import FLAG, NONE, POSITIVE, Rule, integer, is_real, nearest, require
-from lapwing.errors import UnsupportedError
+from lapwing.data.batches import Data
+from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.methods.diagonal import Diagonal
@@ -21,10 +23,91 @@ from lapwing.methods.inducing.valla import VaLLA
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
+from lapwing.networks.forward import arithmetic_of
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.selection import Selection, Weights, all_weights, named, subnetwork
-from lapwing.priors.bound import Prior
+from lapwing.priors.base import Prior
 from lapwing.priors.given import diagonal, isotropic
+from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, Rule, integer, is_real, nearest, one_of, require
+from lapwing.runtime.threads import ProgressBar
+
+
+class SubsetOfWeights(str, Enum):
+    """Which weights are uncertain."""
+
+    ALL = "all"
+    LAST_LAYER = "last_layer"
+    SUBNETWORK = "subnetwork"
+
+
+class HessianStructure(str, Enum):
+    """The structure of the curvature."""
+
+    FULL = "full"
+    KRON = "kron"
+    DIAG = "diag"
+    LOWRANK = "lowrank"
+    GP = "gp"
+
+
+class FunctionalApproximation(str, Enum):
+    """How the posterior is computed in function space, for the structure "gp"."""
+
+    SOD = "sod"
+    NYSTROM = "nystrom"
+    VARIATIONAL = "variational"
+
+
+class Likelihood(str, Enum):
+    """How targets depend on outputs."""
+
+    REGRESSION = "regression"
+    CLASSIFICATION = "classification"
+    REWARD_MODELING = "reward_modeling"
+
+
+class PredType(str, Enum):
+    """The tangent model ("glm", and "gp" for it) or the network with sampled weights ("nn")."""
+
+    GLM = "glm"
+    NN = "nn"
+    GP = "gp"
+
+
+class LinkApprox(str, Enum):
+    """How Gaussian logits become probabilities."""
+
+    MC = "mc"
+    PROBIT = "probit"
+    BRIDGE = "bridge"
+    BRIDGE_NORM = "bridge_norm"
+
+
+class TuningMethod(str, Enum):
+    """How the prior precision is chosen."""
+
+    MARGLIK = "marglik"
+    GRIDSEARCH = "gridsearch"
+
+
+class PriorStructure(str, Enum):
+    """How many precisions are learned: one, one for each parameter tensor, or one for each weight."""
+
+    SCALAR = "scalar"
+    DIAG = "diag"
+    LAYERWISE = "layerwise"
+
+
+def option(name: str, value: Any, options: type[Enum]) -> str:
+    """Return the option as a plain string; raise unless it is one of the options of this kind.
+
+    >>> option("pred_type", PredType.GLM, PredType), option("pred_type", "nn", PredType)
+    ('glm', 'nn')
+    """
+    text = getattr(value, "value", value)
+    one_of([each.value for each in options]).check(name, text)
+    return str(text)
+
 
 NUMBER_OR_TENSOR = Rule("a number or a tensor", lambda v: is_real(v) or isinstance(v, Tensor))
 NOT_USED = Rule("None: Lapwing has no such setting", lambda v: v is None)
@@ -163,3 +246,124 @@ def prior_of(precision: Tensor, mean: Any, selection: Selection) -> Prior:
     if precision.numel() == len(selection.names) != selection.size and selection.index is None:
         precision = precision.repeat_interleave(torch.tensor(selection.sizes, device=precision.device))
     return diagonal(precision, mean)
+
+
+NUMBER = Rule("a finite number", lambda v: is_real(v) and math.isfinite(v))
+
+LOSS = Rule(
+    "a function, a metric with update() and compute(), or None",
+    lambda v: v is None or callable(v) or (hasattr(v, "update") and hasattr(v, "compute")),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """The arguments of ``optimize_prior_precision`` besides ``pred_type`` and ``method``."""
+
+    n_steps: int = 100
+    lr: float = 1e-1
+    init_prior_prec: Any = 1.0
+    prior_structure: Any = "scalar"
+    val_loader: Any = None
+    loss: Any = None
+    log_prior_prec_min: float = -4
+    log_prior_prec_max: float = 4
+    grid_size: int = 100
+    link_approx: Any = "probit"
+    n_samples: int = 100
+    verbose: bool = False
+    progress_bar: bool = False
+    log_prior_prec_base: float = 10.0
+
+    def __post_init__(self) -> None:
+        require(
+            self, n_steps=integer(1), lr=POSITIVE, val_loader=DATA | NONE, log_prior_prec_min=NUMBER,
+            log_prior_prec_max=NUMBER, grid_size=integer(1), n_samples=integer(1), progress_bar=FLAG,
+            log_prior_prec_base=POSITIVE, loss=LOSS,
+        )  # fmt: skip
+        option("prior_structure", self.prior_structure, PriorStructure)
+        option("link_approx", self.link_approx, LinkApprox)
+
+    @property
+    def grid(self) -> Tensor:
+        """The precisions of the grid search."""
+        low, high = self.log_prior_prec_min, self.log_prior_prec_max
+        return torch.logspace(low, high, self.grid_size, base=self.log_prior_prec_base, dtype=torch.float64)
+
+
+def optimised(la: Any, pred_type: str, method: Any, more: Mapping[str, Any]) -> Tensor:
+    """Return the prior precision that a method of laplace-torch chooses; raise for arguments that do not exist."""
+    names = [field.name for field in fields(Search)]
+    for name in more:
+        if name not in names:
+            raise UnsupportedError(f"optimize_prior_precision() has no argument {name!r}.{nearest(name, names)}")
+    search = Search(**more)
+    if option("method", method, TuningMethod) == "marglik":
+        return by_evidence(la, search)
+    if search.val_loader is None:
+        raise DataError("val_loader is None; expected held-out data for the method 'gridsearch'.")
+    return by_grid(la, search, pred_type)
+
+
+def by_evidence(la: Any, search: Search) -> Tensor:
+    """Return the precision after ``n_steps`` steps of Adam on its logarithm, as laplace-torch takes them."""
+    start = torch.as_tensor(search.init_prior_prec, dtype=torch.float64).reshape(-1)
+    sizes = {"scalar": 1, "layerwise": la.n_layers, "diag": la.n_params}
+    structure = option("prior_structure", search.prior_structure, PriorStructure)
+    start = start.repeat(sizes[structure]) if len(start) == 1 else start
+    logs = start.to(la.mean.device).log().requires_grad_()
+    optimiser = torch.optim.Adam([logs], search.lr)
+    with torch.enable_grad():
+        for _ in ProgressBar(range(search.n_steps), "marginal likelihood", search.progress_bar):
+            optimiser.zero_grad()
+            (-la.log_marginal_likelihood(prior_precision=logs.exp())).backward()
+            optimiser.step()
+    return logs.detach().exp()
+
+
+def by_grid(la: Any, search: Search, pred_type: str) -> Tensor:
+    """Return the precision of the grid with the lowest loss on the held-out data; the first of equal ones."""
+    before, losses = la.prior_precision, []
+    link = "mc" if pred_type == "nn" else search.link_approx
+    dtype = arithmetic_of(la.model)
+    source = Data(search.val_loader, la.mean.device, la.target_key, name="val_loader", dtype=dtype)
+    batches = list(source.batches(""))
+    try:
+        for precision in ProgressBar(search.grid, "grid search", search.progress_bar):
+            la.prior_precision = precision
+            call = lambda x: la(x, pred_type=pred_type, link_approx=link, n_samples=search.n_samples)
+            try:
+                losses.append(_loss(la, search.loss, [(call(b.inputs), b.targets) for b in batches]))
+            except NumericalError:  # a precision at which Λ cannot be factorised
+                losses.append(math.inf)
+    finally:
+        la.prior_precision = before
+    best = min(range(len(losses)), key=lambda i: math.inf if math.isnan(losses[i]) else losses[i])
+    return search.grid[best]
+
+
+def _loss(la: Any, loss: Any, pairs: list[tuple[Any, Tensor]]) -> float:
+    """Return the loss of predictions, given as laplace-torch gives them to a loss or to a metric of torchmetrics."""
+    outputs = [output if isinstance(output, tuple) else (output,) for output, _ in pairs]
+    parts = [torch.cat(part) for part in zip(*outputs, strict=True)]
+    targets = torch.cat([y for _, y in pairs])
+    if loss is None:
+        return _negative_log_likelihood(la, parts, targets)
+    if hasattr(loss, "update") and hasattr(loss, "compute"):
+        loss.reset()
+        try:
+            loss.update(*parts, targets)
+        except TypeError:  # a metric of the means alone
+            loss.update(parts[0], targets)
+        return float(loss.compute().sum())
+    return float(loss(*parts, targets))
+
+
+def _negative_log_likelihood(la: Any, parts: list[Tensor], targets: Tensor) -> float:
+    """Return the mean of minus the log-density of the targets: with the noise, which laplace-torch leaves out."""
+    if len(parts) == 1:
+        return float(-parts[0].gather(-1, targets.long().reshape(-1, 1)).log().mean())
+    mean, variance = parts
+    variance = variance.diagonal(dim1=-2, dim2=-1) if variance.ndim == 3 else variance
+    total = variance + la.sigma_noise.detach().square()
+    return float((0.5 * ((targets - mean).square() / total + (2 * math.pi * total).log())).sum(-1).mean())

@@ -1,4 +1,15 @@
-"""The contracts of block structures, and the two that fit every block: its diagonal, and all of its matrix.
+"""Blocks of a curvature: factors of Kronecker products, the diagonal of a block, and its whole matrix.
+
+The factors of a Kronecker product: Gram matrices Σ x xᵀ as whole matrices, as their rows, or as their diagonal.
+
+A factor of d numbers has d² entries and takes d³ to decompose. Which form it gets depends on d and on the number N of
+rows x that are summed, by ``most_rows``:
+
+* the rows themselves, where they are few: the matrix has rank N, and N² d finds its eigenvectors. Exact.
+* the matrix, up to d = ``factor_limit``. Exact.
+* the diagonal above that. It is exact for one-hot rows (embeddings), and an approximation otherwise.
+
+The contracts of block structures, and the two that fit every block: its diagonal, and all of its matrix.
 
 Each stores sums over the data at unit dispersion; ``precision`` adds prior and dispersion and factorises once.
 """
@@ -6,24 +17,409 @@ Each stores sums over the data at unit dispersion; ``precision`` adds prior and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from lapwing.core.processes import Processes
-from lapwing.core.schema import Array, semidefinite
-from lapwing.core.state import State, saved
-from lapwing.curvature.factors import Factor
-from lapwing.curvature.protocols import floored, row_products, weighted_sum
-from lapwing.linalg.cholesky import cholesky
-from lapwing.linalg.gram import Gram, mirrored
-from lapwing.networks.closed_form import ClosedForm
+from lapwing.curvature.base import floored, row_products, weighted_sum
+from lapwing.data.processes import Processes
+from lapwing.linalg.dense import (
+    Axes,
+    Basis,
+    FullBasis,
+    Gram,
+    ThinBasis,
+    batches,
+    cholesky,
+    eigh_each,
+    mirrored,
+    survives,
+)
 from lapwing.networks.jacobians import Block, BlockJacobian
+from lapwing.networks.last_layer import ClosedForm
 from lapwing.networks.network import Network
-from lapwing.priors.bound import BlockPrior
+from lapwing.priors.base import BlockPrior
+from lapwing.runtime.state import Array, State, saved, semidefinite
+from lapwing.runtime.threads import ProgressBar, is_showing
+
+FACTOR_LIMIT = 8192  # half a gigabyte in float64, and minutes on a processor
+FEWEST = 512  # numbers below which a matrix is decomposed in a fraction of a second, so its rows are not kept
+LONG = 2e10  # multiplications from which decompositions are worth a progress bar
+
+
+def most_rows(size: int, limit: int) -> int:
+    """Return up to how many rows a factor of this size is kept as rows.
+
+    Half of its size: with more, the matrix costs about the same. And no more numbers than the largest matrix has.
+    """
+    return 0 if size < FEWEST else min(size // 2, limit**2 // size)
+
+
+def factor_numbers(size: int, rows: int, limit: int) -> int:
+    """Return how many numbers a factor of this size has after so many rows."""
+    if rows <= most_rows(size, limit):
+        return rows * size
+    return size**2 if size <= limit else size
+
+
+def decomposition_work(size: int, rows: int, limit: int) -> float:
+    """Return the work to decompose a factor after so many rows, with one for the cube of the size of a matrix."""
+    if rows <= most_rows(size, limit):
+        return rows**3 + 0.4 * rows**2 * size
+    return float(size) ** 3 if size <= limit else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """Eigenvalues (G, m) of a factor, one for each part of their basis."""
+
+    values: Tensor
+    basis: Basis
+
+
+class Factor(Protocol):
+    """A sum of x xᵀ over rows x (d,), for each of G groups. Its eigenvectors have the network's ``dtype``."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is the whole sum; False for a diagonal of rows that are not one-hot."""
+        ...
+
+    @property
+    def spectrum(self) -> Spectrum:
+        """Its eigenvalues and their basis, computed once."""
+        ...
+
+    def whitened(self, root: Tensor) -> Spectrum:
+        """Return eigenvalues of R M R with R = diag(root), and their basis with R in it; root (G, d)."""
+        ...
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal, (G, d)."""
+        ...
+
+    def dense(self) -> Tensor:
+        """Return the matrices, (G, d, d). For small factors."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its numbers for a file, named by their form."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixFactor:
+    """A factor as a matrix, float64 (G, d, d)."""
+
+    matrix: Tensor
+    dtype: torch.dtype
+    exact: bool = field(default=True, init=False)
+
+    @cached_property
+    def spectrum(self) -> Spectrum:
+        return decompose([self])[0]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it depends on hyperparameters that are being learned."""
+        return self.matrix.requires_grad
+
+    def symmetric(self) -> Tensor:
+        """Return the matrix to decompose."""
+        return self.matrix
+
+    def spectrum_from(self, values: Tensor, vectors: Tensor) -> Spectrum:
+        """Return the spectrum from the decomposition of ``symmetric``."""
+        return Spectrum(values.to(self.dtype), FullBasis(vectors.to(self.dtype)))
+
+    def whitened(self, root: Tensor) -> Spectrum:
+        values, vectors = psd_eigh(root.unsqueeze(-1) * self.matrix * root.unsqueeze(-2))
+        return self.spectrum_from(values, root.unsqueeze(-1) * vectors)
+
+    def diagonal(self) -> Tensor:
+        return self.matrix.diagonal(dim1=-2, dim2=-1)
+
+    def dense(self) -> Tensor:
+        return self.matrix
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"": self.matrix}
+
+
+@dataclass(frozen=True, eq=False)
+class RowsFactor:
+    """A factor as its rows x, (G, N, d) with N < d, which are few: M = Σ x xᵀ has no other eigenvectors."""
+
+    rows: Tensor
+    dtype: torch.dtype
+    limit: int = FACTOR_LIMIT  # of the matrix that it becomes with more rows
+    exact: bool = field(default=True, init=False)
+
+    @cached_property
+    def spectrum(self) -> Spectrum:
+        return decompose([self])[0]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it depends on hyperparameters that are being learned."""
+        return self.rows.requires_grad
+
+    def symmetric(self) -> Tensor:
+        """Return the products of all pairs of rows, (G, N, N): the same eigenvalues as M without its zeros."""
+        rows = self.rows.double()
+        return rows @ rows.mT
+
+    def spectrum_from(self, values: Tensor, vectors: Tensor) -> Spectrum:
+        """Return the spectrum from the decomposition of ``symmetric``.
+
+        The vectors of M are sums of rows. They are made orthonormal from the largest eigenvalue down: rounding of large
+        directions would drown the small ones.
+        """
+        sums = self.rows.to(vectors).mT @ vectors.flip(-1)
+        basis = ThinBasis(torch.linalg.qr(sums).Q.to(self.dtype))
+        return Spectrum(torch.nn.functional.pad(values.flip(-1), (0, 1)).to(self.dtype), basis)
+
+    def whitened(self, root: Tensor) -> Spectrum:
+        white = RowsFactor(self.rows.double() * root.unsqueeze(-2), self.dtype)
+        spectrum = white.spectrum_from(*psd_eigh(white.symmetric()))
+        assert isinstance(spectrum.basis, ThinBasis)
+        return Spectrum(spectrum.values, spectrum.basis.with_scale(root.to(self.dtype)))
+
+    def diagonal(self) -> Tensor:
+        return self.rows.square().sum(-2, dtype=torch.float64)
+
+    def dense(self) -> Tensor:
+        rows = self.rows.double()
+        return rows.mT @ rows
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"_rows": self.rows}
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalFactor:
+    """A factor as its diagonal, float64 (G, d)."""
+
+    values: Tensor
+    dtype: torch.dtype
+    exact: bool = True
+
+    @cached_property
+    def spectrum(self) -> Spectrum:
+        return Spectrum(self.values.to(self.dtype), Axes(exact=self.exact))
+
+    def whitened(self, root: Tensor) -> Spectrum:
+        return Spectrum((self.values * root.square()).to(self.dtype), Axes(root.to(self.dtype), self.exact))
+
+    def diagonal(self) -> Tensor:
+        return self.values
+
+    def dense(self) -> Tensor:
+        return torch.diag_embed(self.values)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"" if self.exact else "_diagonal": self.values}
+
+
+def added(factors: Sequence[Any], weights: Tensor | None = None) -> Any:
+    """Return the sum of factors, or the sum with these weights, differentiable in them.
+
+    It has the simplest form that is exact: rows while there are few, a diagonal of diagonals, else a matrix. If a
+    factor is a diagonal that is not exact, or no factor is a matrix and one would be above the limit, it is a diagonal.
+    """
+    first = factors[0]
+    weights = torch.ones(len(factors), dtype=torch.float64) if weights is None else weights
+    rows = [factor for factor in factors if isinstance(factor, RowsFactor)]
+    diagonals = [factor for factor in factors if isinstance(factor, DiagonalFactor)]
+    if len(rows) == len(factors):
+        count, size = sum(factor.rows.shape[1] for factor in rows), first.rows.shape[2]
+        limit = min(factor.limit for factor in rows)  # one from a file does not know the limit of its method
+        if count <= most_rows(size, limit):
+            roots = weights.sqrt().to(first.rows)
+            parts = [factor.rows * root for factor, root in zip(factors, roots, strict=True)]
+            return RowsFactor(torch.cat(parts, 1), first.dtype, limit)
+    all_diagonal = len(diagonals) == len(factors)
+    too_wide = len(rows) + len(diagonals) == len(factors) and any(f.rows.shape[2] > f.limit for f in rows)
+    exact = all(factor.exact for factor in diagonals)
+    if all_diagonal or too_wide or not exact:
+        values = weighted_sum([factor.diagonal() for factor in factors], weights)
+        return DiagonalFactor(values, first.dtype, exact and all_diagonal)
+    return MatrixFactor(weighted_sum([factor.dense() for factor in factors], weights), first.dtype)
+
+
+class FactorSum:
+    """The sum of a factor over a pass, which keeps the rows until there are too many.
+
+    Sums are float64: rounding of a large direction would drown the small ones. Several processes ``settle`` first
+    whether the rows of all of them are few.
+    """
+
+    def __init__(self, size: int, groups: int, device: torch.device, dtype: torch.dtype, limit: int) -> None:
+        self._size, self._groups, self._device, self._dtype, self._limit = size, groups, device, dtype, limit
+        self._most_rows = most_rows(size, limit)
+        self._kept: list[Tensor] | None = []  # None once the rows are summed
+        self._others = (0, 0)  # rows of the processes before this one and after it
+        self._sum: Gram | Tensor | None = None  # a tensor is a diagonal
+        self._diagonal: Tensor | None = None  # of terms whose diagonal is known
+        self._less: Gram | None = None  # what is subtracted off that diagonal
+        self._dropped = False  # whether something was to be subtracted above the limit
+
+    def add(self, x: Tensor) -> None:
+        """Add rows x ([G,] N, d)."""
+        x = x.reshape(self._groups, -1, self._size)
+        if self._still_few(x.shape[1]):
+            assert self._kept is not None
+            self._kept.append(x.detach().clone())  # a view would keep the activations of a whole batch
+            return
+        if isinstance(self._sum, Gram):
+            self._sum.add(x)
+        else:
+            assert self._sum is not None
+            self._sum += x.square().sum(1, dtype=torch.float64)
+
+    def add_runs(self, x: Tensor) -> None:
+        """Add R runs of T rows each, x (G, R, T, d), which are stored as (..., d, T), without transposing them."""
+        if not self._still_few(x.shape[1] * x.shape[2]) and isinstance(self._sum, Gram):
+            self._sum.add_runs(x)
+        else:
+            self.add(x.flatten(1, 2))
+
+    def add_diagonal(self, values: Tensor) -> None:
+        """Add a diagonal ([G,] d), such as the number of one-hot rows of each kind."""
+        values = values.double().expand(self._groups, -1)
+        self._diagonal = values if self._diagonal is None else self._diagonal + values
+
+    def subtract(self, x: Tensor) -> None:
+        """Subtract x xᵀ of rows x ([G,] N, d) off the diagonal, which ``add_diagonal`` has as it shall be."""
+        if self._size > self._limit:
+            self._dropped = True
+            return
+        self._less = self._gram() if self._less is None else self._less
+        self._less.add(x)
+
+    def _gram(self) -> Gram:
+        return Gram(self._size, torch.float64, self._device, self._groups)
+
+    def _still_few(self, more: int) -> bool:
+        """Return whether this many more rows can be kept; if not, sum those that were."""
+        if self._kept is None:
+            return False
+        kept = sum(x.shape[1] for x in self._kept)
+        if kept + more <= self._most_rows:
+            return True
+        parts, self._kept = self._kept, None
+        zeros = torch.zeros(self._groups, self._size, dtype=torch.float64, device=self._device)
+        self._sum = self._gram() if self._size <= self._limit else zeros
+        for x in parts:
+            self.add(x)
+        return False
+
+    def settle(self, processes: Processes) -> None:
+        """Agree with the other processes on the form: rows if those of all are few, else this one sums its own."""
+        if processes.alone or not self._most_rows:
+            return
+        kept = processes.each(-1 if self._kept is None else sum(x.shape[1] for x in self._kept))
+        if min(kept) < 0 or sum(kept) > self._most_rows:
+            self._still_few(self._most_rows + 1)
+        else:
+            self._others = (sum(kept[: processes.rank]), sum(kept[processes.rank + 1 :]))
+
+    def totals(self) -> list[Tensor | None]:
+        """Return what processes add up, None for what nothing was added to.
+
+        Those are the rows, with zeros in the place of other processes', or their sum; the known diagonal, what is
+        subtracted off it, and whether something was dropped.
+        """
+        rows = torch.nn.functional.pad(torch.cat(self._kept, 1), (0, 0, *self._others)) if self._kept else None
+        summed = self._sum.total() if isinstance(self._sum, Gram) else self._sum
+        less = None if self._less is None else self._less.total()
+        return [rows, summed, self._diagonal, less, torch.tensor(float(self._dropped), dtype=torch.float64)]
+
+    def value(self, totals: Sequence[Any]) -> Any:
+        """Return the factor with these ``totals``; one that nothing was added to is zero."""
+        parts: list[Any] = []
+        rows, summed, diagonal, less, dropped = totals
+        matrix = lambda total: mirrored(total).reshape(self._groups, self._size, self._size)
+        if summed is not None and summed.ndim == 3:
+            parts.append(MatrixFactor(matrix(summed), self._dtype))
+        elif summed is not None:
+            parts.append(DiagonalFactor(summed, self._dtype, exact=False))
+        elif rows is not None:
+            parts.append(RowsFactor(rows, self._dtype, self._limit))
+        if less is not None:
+            less = matrix(less).neg_()
+            less.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+            parts.append(MatrixFactor(less, self._dtype))
+        elif diagonal is not None or not parts:
+            zeros = torch.zeros(self._groups, self._size, dtype=torch.float64, device=self._device)
+            known = zeros if diagonal is None else diagonal
+            parts.append(DiagonalFactor(known, self._dtype, exact=not dropped))
+        return parts[0] if len(parts) == 1 else added(parts)
+
+
+def decompose(factors: Sequence[Any]) -> list[Spectrum]:
+    """Return the spectra of all factors, each computed once; those of equal size together.
+
+    Cost: about 7 d³ for a matrix in float64 and half of it in float32, 7 N³ + 3 N² d for N rows, and nothing for a
+    diagonal.
+    """
+    missing = {id(f): f for f in factors if "spectrum" not in vars(f) and not isinstance(f, DiagonalFactor)}
+    # A factor that depends on hyperparameters has a graph, which others must not become part of.
+    pending = sorted(missing.values(), key=lambda f: f.requires_grad)
+    sizes = [f.rows.shape[1] if isinstance(f, RowsFactor) else f.matrix.shape[-1] for f in pending]
+    visible = is_showing() and 7 * sum(float(size) ** 3 for size in sizes) > LONG
+    fixed = sum(not f.requires_grad for f in pending)
+    groups = [*batches(sizes[:fixed]), *([i] for i in range(fixed, len(pending)))]
+    for numbers in ProgressBar(groups, "eigendecompositions", visible):
+        together = [pending[i] for i in numbers]
+        pairs = psd_eigh_each([f.symmetric() for f in together], together[0].dtype)
+        for factor, (values, vectors) in zip(together, pairs, strict=True):
+            vars(factor)["spectrum"] = factor.spectrum_from(values, vectors)  # where its cached property looks
+    return [factor.spectrum for factor in factors]
+
+
+def share_spectra(factors: Sequence[Any], processes: Processes) -> None:
+    """Decompose factors, each in the process that has the least to do so far; all get the same spectra."""
+    each = [factor for factor in factors if not isinstance(factor, DiagonalFactor)]
+    tensors = [factor.rows if isinstance(factor, RowsFactor) else factor.matrix for factor in each]
+    work = [float(min(t.shape[1:])) ** 2 * max(t.shape[1:]) for t in tensors]
+    own = [factor for factor, owner in zip(each, processes.owners(work), strict=True) if owner == processes.rank]
+    decompose(own)  # those of equal size together
+    jobs = [partial(_spectrum_numbers, factor) for factor in each]
+    spectra = processes.shared(jobs, work, tensors[0].device if tensors else torch.device("cpu"))
+    for factor, (values, vectors) in zip(each, spectra, strict=True):
+        basis = (ThinBasis if isinstance(factor, RowsFactor) else FullBasis)(vectors)
+        vars(factor)["spectrum"] = Spectrum(values, basis)  # where its cached property looks
+
+
+def _spectrum_numbers(factor: Any) -> list[Tensor]:
+    return [factor.spectrum.values, factor.spectrum.basis.vectors]
+
+
+def psd_eigh_each(matrices: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Return eigenvalues, negative ones set to zero, and eigenvectors of positive semidefinite matrices of one size.
+
+    Each is decomposed in ``dtype`` where that keeps its small eigenvalues, at half of the cost.
+    """
+    narrow = [dtype is not None and dtype != m.dtype and survives(m.detach(), dtype) for m in matrices]
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}
+    for kind in (True, False):
+        numbers = [i for i, each in enumerate(narrow) if each is kind]
+        forms = [matrices[i].to(dtype) if kind else matrices[i] for i in numbers]
+        pairs.update(zip(numbers, eigh_each(forms), strict=True))
+    return [(pairs[i][0].clamp_min(0), pairs[i][1]) for i in range(len(matrices))]
+
+
+def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``psd_eigh_each`` of one matrix, in its own dtype."""
+    return psd_eigh_each([matrix])[0]
+
 
 S = TypeVar("S")
 

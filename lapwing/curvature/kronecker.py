@@ -1,40 +1,297 @@
-"""Kronecker factors of the curvature and their correction in the eigenbasis: sums, blocks and precision."""
+"""Curvature with no coupling between blocks: Kronecker factors, and their correction in the eigenbasis."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from lapwing.core.processes import Processes
-from lapwing.core.schema import Array, Either, Field, Maybe, semidefinite
-from lapwing.core.settings import one_of, require_integer
-from lapwing.core.state import Latest, State, saved
-from lapwing.curvature.blocks import BlockSum, DiagonalSum, FullSum
-from lapwing.curvature.blockwise import BlockwiseCurvature, blockwise_sum
-from lapwing.curvature.eigenbasis import EigenPrecision, precision_in
-from lapwing.curvature.factors import (
+from lapwing.curvature.base import floored, floored_by_layer
+from lapwing.curvature.blocks import (
+    BlockCurvature,
+    BlockPrecision,
+    BlockSum,
     DiagonalFactor,
+    DiagonalPrecision,
+    DiagonalSum,
     Factor,
     FactorSum,
+    FullSum,
     MatrixFactor,
     RowsFactor,
     Spectrum,
     added,
+    decompose,
     share_spectra,
 )
-from lapwing.curvature.protocols import floored
-from lapwing.curvature.seeds import check_estimate
-from lapwing.curvature.sweep import Sweep
+from lapwing.curvature.sweep import Sweep, check_estimate
+from lapwing.data.processes import Processes
 from lapwing.errors import FileError, UnsupportedError
-from lapwing.networks.closed_form import ClosedForm
-from lapwing.networks.jacobians import Block, BlockJacobian
+from lapwing.linalg.dense import Axes, Basis, FullBasis, ThinBasis
+from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians, in_order
+from lapwing.networks.last_layer import ClosedForm
+from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
-from lapwing.priors.bound import BlockPrior
+from lapwing.networks.selection import Selection
+from lapwing.priors.base import BlockPrior, BoundPrior
+from lapwing.runtime.settings import one_of, require_integer
+from lapwing.runtime.state import Array, Either, Field, Latest, Maybe, Part, State, orthonormal, saved, semidefinite
+
+
+@dataclass(frozen=True, eq=False)
+class EigenPrecision:
+    """Λ with known eigenvectors U ⊗ V. ``inverse`` (G, m_out, m_in) holds one over the eigenvalues.
+
+    There is one for each pair of parts of the bases. A prior that differs by input or output is folded into the bases.
+    """
+
+    out: Basis
+    inp: Basis
+    inverse: Tensor
+    log_determinant: Tensor
+
+    def _weights(self, rotated: BlockJacobian) -> Tensor:
+        """Return the inverse for all coordinates of a rotated Jacobian."""
+        return each_pair(self.out, self.inp, self.inverse, *rotated.widths)
+
+    def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
+        rotated = jacobian.rotated(self.out, self.inp, crossed=False)
+        return rotated.weighted(self._weights(rotated), tokens, full)
+
+    def quadratics(self, precisions: Sequence[EigenPrecision], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
+        if any(each.out is not self.out or each.inp is not self.inp for each in precisions):
+            return [each.quadratic(jacobian, tokens, True) for each in precisions]
+        rotated = jacobian.rotated(self.out, self.inp, crossed=False)
+        inverses = [each._weights(rotated) for each in precisions]
+        if isinstance(rotated, LinearJacobian):
+            return list(rotated.weighted_each(torch.stack(inverses), tokens, True))
+        return [rotated.weighted(inverse, tokens, True) for inverse in inverses]
+
+    def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
+        rotated = jacobian.rotated(self.out, self.inp)
+        second = rotated if other is None else other.rotated(self.out, self.inp)
+        return rotated.between(second, self._weights(rotated))
+
+    def sample(self, eps: Tensor) -> Tensor:
+        drawn = self.out.drawn(self.inp.drawn(eps).mT).mT
+        scaled = drawn * each_pair(self.out, self.inp, self.inverse.sqrt(), *drawn.shape[-2:]).to(eps)
+        return self.out.combined(self.inp.combined(scaled).mT).mT
+
+    def adjoint(self, v: Tensor) -> Tensor:
+        turned = self.out.coordinates(self.inp.coordinates(v).mT).mT
+        scaled = turned * each_pair(self.out, self.inp, self.inverse.sqrt(), *turned.shape[-2:]).to(v)
+        return self.out.undrawn(self.inp.undrawn(scaled).mT).mT
+
+    def variances(self) -> Tensor:
+        return diagonal_in(self.out, self.inp, self.inverse)
+
+
+def each_pair(out: Basis, inp: Basis, values: Tensor, height: int, width: int) -> Tensor:
+    """Return a value for each pair of coordinates (..., height, width), from one for each pair of parts."""
+    return out.spread(inp.spread(values, width).mT, height).mT
+
+
+def diagonal_in(out: Basis, inp: Basis, values: Tensor) -> Tensor:
+    """Return the diagonal (G, d_out, d_in) of the matrix with these eigenvalues in the basis out ⊗ inp."""
+    return out.squared(inp.squared(values).mT).mT
+
+
+def precision_in(out: Basis, inp: Basis, values: Tensor, scale_logdet: Tensor | float = 0.0) -> EigenPrecision:
+    """Return the precision with these eigenvalues, in units of a prior's scale with this log-determinant."""
+    logs = values.log()
+    logs = logs if inp.counts is None else logs * inp.counts  # counts are float64
+    logs = logs if out.counts is None else logs * out.counts.unsqueeze(-1)
+    return EigenPrecision(out, inp, values.reciprocal(), logs.sum(dtype=torch.float64) + scale_logdet)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockwisePrecision:
+    """Λ with no coupling between blocks."""
+
+    blocks: tuple[BlockPrecision, ...]
+    layout: tuple[Block, ...]
+    selection: Selection
+
+    def logdet(self) -> Tensor:
+        return torch.stack([block.log_determinant.double() for block in self.blocks]).sum()
+
+    def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
+        """Return (B, S, C, C), or (B, S, C). Blocks are added one by one, so memory is that of the largest."""
+        each = (self.blocks[i].quadratic(part, jacobian.tokens, full) for i, part in jacobian.each())
+        return reduce(_added, each)
+
+    def quadratics(self, precisions: Sequence[BlockwisePrecision], jacobian: LayerJacobians) -> list[Tensor]:
+        """Return ``quadratic`` of all precisions; every block is formed, and rotated into its basis, once."""
+        totals: list[Tensor] | None = None
+        for i, part in jacobian.each():
+            blocks = [precision.blocks[i] for precision in precisions]
+            covariances = blocks[0].quadratics(blocks, part, jacobian.tokens)
+            totals = covariances if totals is None else [*map(_added, totals, covariances)]
+        assert totals is not None
+        return totals
+
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        if other is None:
+            pairs = zip(self.blocks, jacobian, strict=True)
+            return reduce(_added, (precision.cross(part) for precision, (_, part) in pairs))
+        triples = zip(self.blocks, jacobian, other, strict=True)
+        return reduce(_added, (precision.cross(part, second) for precision, (_, part), (_, second) in triples))
+
+    def sample(self, eps: Tensor) -> Tensor:
+        return self._by_block(eps, lambda precision, part: precision.sample(part))
+
+    def adjoint(self, v: Tensor) -> Tensor:
+        return self._by_block(v, lambda precision, part: precision.adjoint(part))
+
+    def solve(self, v: Tensor) -> Tensor:
+        return self._by_block(v, lambda precision, part: precision.sample(precision.adjoint(part)))
+
+    def variances(self) -> Tensor:
+        return in_order([precision.variances() for precision in self.blocks], self.layout, self.selection)
+
+    def _by_block(self, rows: Tensor, apply: Callable[[BlockPrecision, Tensor], Tensor]) -> Tensor:
+        """Return ``apply(precision, part)`` of all blocks, joined, for the parts of rows (n, P)."""
+        values = self.selection.split(rows)
+        pairs = zip(self.blocks, self.layout, strict=True)
+        parts = [apply(precision, block.arrange(values)) for precision, block in pairs]
+        return in_order(parts, self.layout, self.selection)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class BlockwiseCurvature:
+    """H with no coupling between blocks. ``blocks`` match the network's layout one to one."""
+
+    blocks: tuple[BlockCurvature, ...]
+    layout: tuple[Block, ...]
+    selection: Selection
+
+    def __add__(self, other: BlockwiseCurvature) -> BlockwiseCurvature:
+        if self.layout != other.layout:
+            raise UnsupportedError("these curvatures belong to different networks or weights and do not add.")
+        if self.structures() != other.structures():
+            raise UnsupportedError(
+                f"curvatures with the blocks {self.structures()} and {other.structures()} do not add; expected the "
+                "same structures. Fit both with the same method and settings."
+            )
+        total = tuple(a + b for a, b in zip(self.blocks, other.blocks, strict=True))
+        return replace(self, blocks=total)
+
+    def mixed(self, others: Sequence[BlockwiseCurvature], weights: Tensor) -> BlockwiseCurvature:
+        """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
+        columns = zip(self.blocks, *(other.blocks for other in others), strict=True)
+        return replace(self, blocks=tuple(first.mixed(rest, weights) for first, *rest in columns))
+
+    def precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
+        if self.selection.index is not None:
+            return self._subnetwork_precision(phi, prior)
+        priors = [prior.on(block) for block in self.layout]
+        pairs = zip(self.blocks, priors, strict=True)
+        decompose([factor for curvature, on_block in pairs for factor in curvature.factors(on_block)])
+        triples = zip(self.blocks, priors, self.layout, strict=True)
+        blocks = tuple(curvature.precision(phi, on_block, block) for curvature, on_block, block in triples)
+        return BlockwisePrecision(blocks, self.layout, self.selection)
+
+    def _subnetwork_precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
+        """Return Λ of single weights, for diagonal blocks only.
+
+        Entries that are not selected get no variance and do not enter the determinant.
+        """
+        values = self.plain_diagonal()
+        precision = values / phi.to(values) + prior.vector.to(values)
+        return _diagonal_precision(precision, self.layout, self.selection)
+
+    def plain_diagonal(self) -> Tensor:
+        """Return the diagonal of H as it is, (P,), for diagonal blocks only; ``diagonal`` raises small entries."""
+        parts = [block.only_diagonal for block in self.blocks]
+        diagonals = [part for part in parts if part is not None]
+        if len(diagonals) < len(parts):
+            raise UnsupportedError(
+                "a subnetwork of single weights has no Kronecker structure; use method=Full() or Diagonal()."
+            )
+        return in_order(diagonals, self.layout, self.selection)
+
+    def refuse_prior(self, phi: Tensor, prior: BoundPrior) -> None:
+        """Raise if a block cannot take the prior: any takes one precision, for others its factorisation tells."""
+        if self.selection.index is None:
+            for curvature, block in zip(self.blocks, self.layout, strict=True):
+                on_block = prior.on(block)
+                if on_block.whole.ndim and curvature.only_diagonal is None:
+                    curvature.precision(phi, on_block, block)
+
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
+        return self.precision(phi, prior).logdet()
+
+    def diagonal(self) -> Tensor:
+        if self.selection.index is not None:  # the floor is that of the chosen weights
+            return floored_by_layer(self.plain_diagonal(), self.selection)
+        return in_order([block.diagonal() for block in self.blocks], self.layout, self.selection)
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Remarks on factors that are approximated, in words."""
+        pairs = zip(self.blocks, self.layout, strict=True)
+        return tuple(remark for curvature, block in pairs for remark in curvature.remarks(block))
+
+    def coupled(self) -> Tensor:
+        """Return one for every weight in a block with more than its diagonal, and zero for the rest, (P,)."""
+        like = self.blocks[0].diagonal()
+        parts = [
+            torch.full(block.form, float(curvature.only_diagonal is None)).to(like)
+            for curvature, block in zip(self.blocks, self.layout, strict=True)
+        ]
+        return in_order(parts, self.layout, self.selection)
+
+    def state(self) -> State:
+        return State("BlockwiseCurvature", parts={str(i): block.state() for i, block in enumerate(self.blocks)})
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> BlockwiseCurvature:
+        """Build the curvature; each block gets the network with the one block of the layout that it belongs to."""
+        views = [replace(network, layout=(block,)) for block in network.layout]
+        blocks = state.read(**{str(i): Part(BlockCurvature, view) for i, view in enumerate(views)})
+        return cls(tuple(blocks.values()), network.layout, network.selection)
+
+    def structures(self) -> list[str]:
+        """Return the name of the structure of every block, in the order of the network's layout."""
+        return [type(block).__name__ for block in self.blocks]
+
+
+def _added(total: Tensor, part: Tensor) -> Tensor:
+    """Return the sum of two results, in the memory of the first where no gradient needs it."""
+    return total + part if total.requires_grad or part.requires_grad else total.add_(part)
+
+
+def blockwise_sum(sweep: Sweep, network: Network, sums: Sequence[BlockSum]) -> BlockwiseCurvature:
+    """Return the sums of all blocks over a pass; ``sums`` has an empty one for each block of the network."""
+    for number, part, first in sweep.blocks():
+        sums[number].add(part, first, sweep.weights)
+        del part  # before the next one is computed
+    for total in sums:
+        total.settle(sweep.processes)
+    own = [total.totals() for total in sums]
+    everywhere = iter(sweep.processes.sum([part for parts in own for part in parts]))
+    blocks = tuple(total.value([next(everywhere) for _ in parts]) for total, parts in zip(sums, own, strict=True))
+    return BlockwiseCurvature(blocks, network.layout, network.selection)
+
+
+def prior_precision(prior: BoundPrior, layout: tuple[Block, ...], selection: Selection) -> BlockwisePrecision:
+    """Return the prior alone as a precision: its ``quadratic`` is the prior covariance of outputs."""
+    return _diagonal_precision(prior.vector.detach().double(), layout, selection)
+
+
+def _diagonal_precision(values: Tensor, layout: tuple[Block, ...], selection: Selection) -> BlockwisePrecision:
+    """Return Λ = diag(values), (P,). Entries that are not selected get no variance and a log-precision of zero."""
+    inverse, logs = selection.split(values.reciprocal()), selection.split(values.log())
+    blocks = tuple(
+        DiagonalPrecision(block.arrange(inverse), block.arrange(logs).sum(dtype=torch.float64)) for block in layout
+    )
+    return BlockwisePrecision(blocks, layout, selection)
+
 
 C = TypeVar("C")
 
@@ -270,3 +527,128 @@ def linear_form(network: Network) -> tuple[int, ...]:
     if not block.linear:
         raise FileError(f"the file has Kronecker factors of {block.weight!r}, which is no linear map")
     return block.form
+
+
+def eigen_corrected(sweep: Sweep, kron: BlockwiseCurvature) -> BlockwiseCurvature:
+    """Return the exact diagonal of the curvature in the eigenbasis of each Kronecker block, by a second pass.
+
+    Where a basis has a rest, directions that no row has, it gets the mean over them.
+    """
+    blocks = {i: block for i, block in enumerate(kron.blocks) if isinstance(block, KroneckerBlock)}
+    spectra = decompose([factor for block in blocks.values() for factor in (block.out, block.inp)])
+    bases = {i: (out.basis, inp.basis) for i, out, inp in zip(blocks, spectra[::2], spectra[1::2], strict=True)}
+    values: dict[int, Tensor] = {}
+    for i, part, _ in sweep.blocks():
+        if i in bases:
+            squares = part.squares_in(*bases[i]).double()
+            values[i] = values[i] + squares if i in values else squares
+        del part  # before the next one is computed
+    totals = dict(zip(bases, sweep.processes.sum([values.get(i) for i in bases]), strict=True))
+    corrected: dict[int, BlockCurvature] = {i: EigenBlock(*bases[i], totals[i].to(blocks[i].dtype)) for i in bases}
+    return replace(kron, blocks=tuple(corrected.get(i, block) for i, block in enumerate(kron.blocks)))
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class EigenBlock:
+    """H in a Kronecker eigenbasis with its exact diagonal there (EKFAC): ``values`` for each pair of parts."""
+
+    out: Basis
+    inp: Basis
+    values: Tensor  # (G, m_out, m_in)
+    only_diagonal: ClassVar[None] = None
+
+    def __add__(self, other: EigenBlock) -> EigenBlock:
+        raise UnsupportedError(
+            "eigenvalue-corrected curvatures of different data have different bases and do not add; "
+            "add Kron() curvatures, or fit EKron() on all the data."
+        )
+
+    def mixed(self, others: Sequence[EigenBlock], weights: Tensor) -> EigenBlock:
+        raise UnsupportedError(
+            "eigenvalue-corrected curvatures of different outputs have different bases and do not add; "
+            "use Kron(), Diagonal() or Full()."
+        )
+
+    def state(self) -> State:
+        bases = {**_basis_tensors("out", self.out), **_basis_tensors("inp", self.inp)}
+        return State("EigenBlock", tensors={**bases, "values": self.values})
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> EigenBlock:
+        groups, d_out, d_in = linear_form(network)
+        bases = {
+            name: _basis_fields(name, groups, size, network.dtype) for name, size in (("out", d_out), ("inp", d_in))
+        }
+        values = Array((groups, None, None), 0, dtype=network.dtype)
+        fields = state.read(values=values, **bases["out"], **bases["inp"])
+        (out, n_out), (inp, n_inp) = _basis_from(fields, "out", d_out), _basis_from(fields, "inp", d_in)
+        if fields["values"].shape[1:] != (n_out, n_inp):
+            raise FileError(f"eigenvalues {tuple(fields['values'].shape)}; expected ({groups}, {n_out}, {n_inp})")
+        return cls(out, inp, fields["values"])
+
+    def dense(self) -> Tensor:
+        _, d_out, d_in = self.diagonal().shape
+        eye = lambda size: torch.eye(size).to(self.values).expand(len(self.values), size, size)
+        out, inp = self.out.coordinates(eye(d_out)), self.inp.coordinates(eye(d_in))
+        values = each_pair(self.out, self.inp, self.values, out.shape[-1], inp.shape[-1])
+        blocks = []
+        for o, i, v in zip(out, inp, values, strict=True):
+            basis = torch.kron(o.contiguous(), i.contiguous())
+            blocks.append((basis * v.reshape(-1)) @ basis.T)
+        return torch.block_diag(*blocks)
+
+    def factors(self, prior: BlockPrior) -> tuple[Factor, ...]:
+        return ()
+
+    def remarks(self, block: Block) -> tuple[str, ...]:
+        wide = {"input": (self.inp, block.d_in), "output": (self.out, block.d_out)}
+        is_wide = lambda basis: isinstance(basis, Axes) and not basis.exact
+        return tuple(wide_remark(block, side, d) for side, (basis, d) in wide.items() if is_wide(basis))
+
+    def diagonal(self) -> Tensor:
+        return floored(diagonal_in(self.out, self.inp, self.values))
+
+    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> EigenPrecision:
+        if prior.whole.ndim:
+            raise UnsupportedError(
+                f"the prior differs inside {block.weight}; EKron allows one precision for each block. "
+                "Use isotropic() or per_layer(), or method=Kron(), Diagonal() or Full()."
+            )
+        return precision_in(self.out, self.inp, self.values / phi.to(self.values) + prior.value.to(self.values))
+
+
+def _orthonormal_columns(matrix: Tensor) -> str:
+    """Check that the columns of matrices (..., n, m) are orthonormal up to float32 rounding."""
+    return orthonormal(matrix.mT).replace("rows", "columns")
+
+
+def _basis_tensors(name: str, basis: Basis) -> dict[str, Tensor]:
+    """Return the numbers of a basis for a file. Axes have none, but a mark where only a diagonal was taken."""
+    if isinstance(basis, FullBasis):
+        return {name: basis.vectors}
+    if isinstance(basis, ThinBasis):
+        return {f"{name}_thin": basis.vectors}
+    assert isinstance(basis, Axes)
+    return {} if basis.exact else {f"{name}_axes": torch.ones(())}
+
+
+def _basis_fields(name: str, groups: int, size: int, dtype: torch.dtype) -> dict[str, Field]:
+    """Return the fields of a basis of R^size in a file."""
+    full = Array((groups, size, size), dtype=dtype, also=orthonormal)
+    thin = Array((groups, size, None), dtype=dtype, also=_orthonormal_columns)
+    return {name: Maybe(full), f"{name}_thin": Maybe(thin), f"{name}_axes": Maybe(Array((), 1, 1))}
+
+
+def _basis_from(fields: Mapping[str, Any], name: str, size: int) -> tuple[Basis, int]:
+    """Return a basis of R^size from a file, and the number of its parts."""
+    full, thin, axes = (fields[name + form] for form in ("", "_thin", "_axes"))
+    if sum(given is not None for given in (full, thin, axes)) > 1:
+        raise FileError(f"the basis {name!r} is there twice; expected one")
+    if full is not None:
+        return FullBasis(full), size
+    if thin is None:
+        return Axes(exact=axes is None), size
+    if not 0 < thin.shape[-1] < size:
+        raise FileError(f"the basis {name!r} has {thin.shape[-1]} vectors of {size}; expected fewer")
+    return ThinBasis(thin), thin.shape[-1] + 1

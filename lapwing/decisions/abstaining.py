@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.inputs import Inputs
-from lapwing.core.settings import PROBABILITY, one_of
+from lapwing.data.inputs import Inputs
 from lapwing.decisions.collecting import Labelled, rows_of
 from lapwing.errors import DataError
-from lapwing.metrics.selection import RiskCoverage, risk_coverage
+from lapwing.metrics import RiskCoverage, risk_coverage
+from lapwing.runtime.settings import PROBABILITY, one_of
 
 THRESHOLDS = 20  # that are tested: at these shares of the calibration data, 1/20 to all
 

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.inputs import Inputs
-from lapwing.core.memory import working
-from lapwing.core.settings import NONE, Rule, integer, is_integer, one_of, require_integer
+from lapwing.data.inputs import Inputs
 from lapwing.decisions.collecting import input_batches, one_or_loader, refuse_shuffled, refuse_tokens
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.posteriors.protocols import HasFunctionSamples, required
+from lapwing.posteriors.base import HasFunctionSamples, required
+from lapwing.runtime.memory import working
+from lapwing.runtime.settings import NONE, Rule, integer, is_integer, one_of, require_integer
+from lapwing.values.gaussian import FunctionGaussian
 
 RULES = ("batch", "bald", "variance")
 COPIES = 4  # float64 matrices of the joint covariance, or of the drawn functions, that exist at once

@@ -5,27 +5,138 @@ A loader that shuffles gives other rows at the next pass, so predictions and tar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lapwing.core.batches import Batch, merged
-from lapwing.core.callers import warn_caller
-from lapwing.core.data import Data
-from lapwing.core.inputs import Inputs, as_tensors
-from lapwing.core.known_rows import KnownRows, Remark, RowSketch
-from lapwing.core.progress import shows_progress
-from lapwing.core.settings import DATA, seen
-from lapwing.core.sources import is_pair, refuse_unequal
-from lapwing.core.streams import InputStream, has_places, is_loader
+from lapwing.data.batches import Data, is_pair, refuse_unequal
+from lapwing.data.inputs import Batch, Inputs, as_tensors, merged
+from lapwing.data.known_rows import KnownRows, Remark, RowSketch
+from lapwing.data.streams import InputStream, has_places, is_loader
 from lapwing.errors import DataError, UnsupportedError
+from lapwing.metrics import ScoreInterval
 from lapwing.networks.network import Network
-from lapwing.predictives.scoring import Scoring
+from lapwing.predictives.base import Scoring
 from lapwing.problem import named_targets
+from lapwing.runtime.files import write_atomically
+from lapwing.runtime.settings import DATA, PATH, Rule, seen
+from lapwing.runtime.threads import shows_progress, warn_caller
+
+
+def interval_text(each: ScoreInterval) -> str:
+    """Return a score with its interval as text.
+
+    >>> interval_text(ScoreInterval(0.12345, 0.1, 0.15, 0.01))
+    '0.1235 [0.1, 0.15]'
+    """
+    return f"{each.value:.4g} [{each.low:.3g}, {each.high:.3g}]"
+
+
+def aligned(table: Iterable[tuple[str, ...]]) -> list[str]:
+    """Return the rows of a table as lines: the first column on the left, the others on the right.
+
+    >>> aligned([("score", "value"), ("nll", "0.5")])
+    ['score  value', 'nll      0.5']
+    """
+    rows = list(table)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    pad = lambda i, cell: cell.ljust(widths[i]) if i == 0 else cell.rjust(widths[i])
+    return ["  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def write_json(value: Any, path: str | Path) -> None:
+    """Write plain values as JSON, whole or not at all.
+
+    Raises:
+        FileError: If the file cannot be written.
+    """
+    PATH.check("path", path)
+    write_atomically(path, [json.dumps(value, indent=1, allow_nan=False).encode()])
+
+
+GROUPS = Rule(
+    "a function from a batch of inputs to group numbers (B,), or the group numbers (N,) of all data",
+    lambda v: v is None or callable(v) or torch.as_tensor(v).ndim == 1,
+    DataError,
+)
+
+Numbers = list[int] | None  # the group of each row; None without groups
+
+
+class Members:
+    """The groups of the rows of one pass, batch by batch.
+
+    Args:
+        given: A function, the numbers of all rows, or None.
+    """
+
+    def __init__(self, given: Any) -> None:
+        GROUPS.check("groups", given)
+        self._given, self._count, self._found = given, 0, list[int]()
+
+    def of(self, inputs: Inputs, count: int) -> Numbers:
+        """Return the groups of the next ``count`` rows; raise if there are fewer numbers than rows."""
+        if self._given is None:
+            return None
+        if callable(self._given):
+            found = group_numbers(self._given(inputs), count)
+        else:
+            numbers = torch.as_tensor(self._given)[self._count : self._count + count]
+            if len(numbers) < count:
+                raise DataError(
+                    f"groups have the shape {tuple(torch.as_tensor(self._given).shape)}, and the data have more rows; "
+                    "expected one number for each, rows with an ignored target included."
+                )
+            found = group_numbers(numbers, count)
+        self._found += found
+        self._count += count
+        return found
+
+    def whole(self) -> Tensor | None:
+        """Return the groups of all rows; raise if there are more numbers than rows."""
+        if self._given is None:
+            return None
+        return torch.tensor(self._found if callable(self._given) else group_numbers(self._given, self._count))
+
+
+def grouped_rows(
+    posterior: Any, data: Iterable[Any], number: Callable[[Any, Labelled, Numbers], Tensor], groups: Any, **keys: Any
+) -> tuple[Tensor, Tensor | None, Scoring]:
+    """Return ``number(predictive, batch, groups)`` of all rows whose target counts, and the groups of these rows.
+
+    ``keys`` are those of ``rows_of``, which this extends.
+    """
+    members, count = Members(groups), 0
+
+    def placed(predictive: Any, batch: Labelled) -> Tensor:
+        nonlocal count
+        values = number(predictive, batch, members.of(batch.inputs, len(batch.targets))).double().cpu()
+        place = torch.arange(count, count + len(values), dtype=torch.float64)
+        count += len(values)
+        return torch.cat([values, place.unsqueeze(1)], 1)
+
+    rows, scoring = rows_of(posterior, data, placed, **keys)
+    whole = members.whole()
+    return rows[:, :-1], None if whole is None else whole[rows[:, -1].long()], scoring
+
+
+def group_numbers(given: Any, count: int) -> list[int]:
+    """Return group numbers as a list; raise unless they are ``count`` whole numbers."""
+    numbers = torch.as_tensor(given)
+    if numbers.shape != (count,) or numbers.is_floating_point() or numbers.is_complex():
+        raise DataError(
+            f"groups have the shape {tuple(numbers.shape)} and dtype {numbers.dtype}; expected ({count},) whole "
+            "numbers, the group of each input."
+        )
+    listed: list[int] = numbers.tolist()
+    return [int(number) for number in listed]
+
 
 SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 

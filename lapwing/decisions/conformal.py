@@ -11,12 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lapwing.core.inputs import Inputs
-from lapwing.core.settings import PROBABILITY, integer, one_of
-from lapwing.decisions.collecting import Labelled, input_batches
-from lapwing.decisions.groups import Members, Numbers, group_numbers, grouped_rows
-from lapwing.decisions.units import warn_of_units
+from lapwing.data.inputs import Inputs
+from lapwing.decisions.collecting import Labelled, Members, Numbers, group_numbers, grouped_rows, input_batches
+from lapwing.decisions.evaluation import warn_of_units
 from lapwing.errors import DataError, UnsupportedError
+from lapwing.runtime.settings import PROBABILITY, integer, one_of
 
 
 @dataclass(frozen=True, eq=False)

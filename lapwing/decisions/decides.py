@@ -8,16 +8,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.inputs import Inputs
+from lapwing.data.inputs import Inputs
 from lapwing.decisions.abstaining import Abstention, abstention_of
 from lapwing.decisions.acquisition import acquired
 from lapwing.decisions.conformal import ConformalIntervals, ConformalSets, conformal_of
 from lapwing.decisions.evaluation import Evaluation, evaluation_of
 from lapwing.decisions.strange import Detector, detector_of
-from lapwing.likelihoods.protocol import Likelihood
+from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.forward import outside_autocast
 from lapwing.networks.network import Network
+from lapwing.values.gaussian import FunctionGaussian
 
 
 @runtime_checkable

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from lapwing.core.settings import Rule
-from lapwing.core.state import State
+from lapwing.decisions.collecting import aligned, interval_text, write_json
 from lapwing.decisions.decides import Decides
-from lapwing.decisions.evaluation import PLAIN, matters, remarks
-from lapwing.decisions.scored import Bootstrap, plain_of, scored
-from lapwing.decisions.tables import aligned, interval_text, write_json
+from lapwing.decisions.evaluation import PLAIN, Bootstrap, matters, plain_of, remarks, scored
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.metrics.resampling import ScoreInterval
+from lapwing.metrics import ScoreInterval
 from lapwing.networks.forward import outside_autocast
+from lapwing.runtime.settings import Rule
+from lapwing.runtime.state import State
 
 POSTERIORS = Rule(
     'a mapping from names to fitted posteriors, such as {"kron": posterior}',

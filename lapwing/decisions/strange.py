@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.inputs import Inputs
-from lapwing.core.known_rows import Sketching
-from lapwing.core.settings import PROBABILITY, one_of
+from lapwing.data.inputs import Inputs
+from lapwing.data.known_rows import Sketching
 from lapwing.decisions.collecting import input_batches, one_or_loader, refuse_reused, refuse_tokens
 from lapwing.errors import DataError, UnsupportedError
+from lapwing.runtime.settings import PROBABILITY, one_of
 
 SCORES = ("entropy", "mutual_information", "variance")  # under the whole posterior
 BASE = "base_information"  # the mutual information under the posterior that a mixture varies

@@ -14,7 +14,7 @@ from lapwing.demo.figures import INK, PLAIN
 from lapwing.demo.regression import Table, predict
 from lapwing.demo.result import Result, Row, plain
 from lapwing.demo.training import Recipe, batches, trained
-from lapwing.plots.functions import fit_frame, shade
+from lapwing.plots import fit_frame, shade
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ import torch
 from sklearn.datasets import load_diabetes
 from sklearn.model_selection import train_test_split
 
-from lapwing.demo.fits import fits
 from lapwing.demo.regression import Table, predict, scores
 from lapwing.demo.result import Result, Row, mean_scores, plain
-from lapwing.demo.training import Recipe, batches, trained
+from lapwing.demo.training import Recipe, batches, fits, trained
 
 
 @dataclass(frozen=True)

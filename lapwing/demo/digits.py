@@ -16,11 +16,9 @@ from torch import Tensor
 import lapwing as lw
 from lapwing import metrics
 from lapwing.decisions.strange import default_score, scores_of
-from lapwing.demo.fits import fits
 from lapwing.demo.result import Result, Row, mean_scores, plain
-from lapwing.demo.training import Recipe, batches, trained
-from lapwing.plots.observed import Answers
-from lapwing.plots.scores import reliability
+from lapwing.demo.training import Recipe, batches, fits, trained
+from lapwing.plots import Answers, reliability
 
 BINS = 10  # of the reliability diagrams
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lapwing.plots.canvas import INK as INK
-from lapwing.plots.canvas import OTHER as OTHER
-from lapwing.plots.canvas import PLAIN as PLAIN
-from lapwing.plots.canvas import POSTERIOR as POSTERIOR
-from lapwing.plots.canvas import new_figure as new_figure
+from lapwing.plots import INK as INK
+from lapwing.plots import OTHER as OTHER
+from lapwing.plots import PLAIN as PLAIN
+from lapwing.plots import POSTERIOR as POSTERIOR
+from lapwing.plots import new_figure as new_figure
 
 TOTAL, EPISTEMIC = "#fddbb0", "#7fb8dc"
 NORMAL_95 = 1.959964  # a normal variable is within this many standard deviations of its mean with probability 95 %

@@ -7,8 +7,8 @@ from pathlib import Path
 from lapwing.demo import figures
 from lapwing.demo.bands import draw_bands
 from lapwing.demo.digits import draw_reliability
-from lapwing.demo.fits import PLAIN, VALIDATED
 from lapwing.demo.result import Result
+from lapwing.demo.training import PLAIN, VALIDATED
 
 
 def picture(digits: Result, bands: Result, path: Path) -> None:

@@ -1,8 +1,7 @@
 """Linear inverse problems (``lw.inverse``): error bars for images that a network reconstructs from measurements."""
 
-from lapwing.inverse.fitting import fit
-from lapwing.inverse.observation import LinearOperator
-from lapwing.inverse.posterior import InversePosterior
-from lapwing.linalg.sparse import SparseOperator
+from lapwing.inverse.posterior import InversePosterior, fit
+from lapwing.inverse.problem import LinearOperator
+from lapwing.linalg.operators import SparseOperator
 
 __all__ = ["InversePosterior", "LinearOperator", "SparseOperator", "fit"]

@@ -6,19 +6,229 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from lapwing.core.memory import budget, runs
-from lapwing.core.random import normal_rows
-from lapwing.errors import UnsupportedError
-from lapwing.inverse.classes import ClassMatrices, factorised, weighted_sum
-from lapwing.inverse.matrix_free import MatrixFreeSolver
-from lapwing.inverse.observation import Observation
-from lapwing.inverse.problem import InverseProblem
+from lapwing.errors import NumericalError, UnsupportedError
+from lapwing.inverse.problem import InverseProblem, Observation
+from lapwing.linalg.krylov import (
+    RandomisedEigenpairs,
+    block_conjugate_gradients,
+    lanczos_quadrature,
+    random_signs,
+    randomised_eigenpairs,
+)
 from lapwing.linalg.operators import TINY, Solution
-from lapwing.linalg.randomised import Eigenpairs
+from lapwing.runtime.memory import budget, runs
+from lapwing.runtime.threads import normal_rows
+
+
+@dataclass(frozen=True, eq=False)
+class ClassMatrices:
+    """The matrices M_c = A J S_c Jᵀ Aᵀ (classes, dy, dy) and, for small images, N_c = J S_c Jᵀ (classes, dx, dx).
+
+    In float64, whatever the network has: the noise is far below the largest variance, and rounding would hide it.
+    They do not depend on hyperparameters, so that a step of a tuner needs no Jacobian.
+    """
+
+    observed: Tensor
+    image: Tensor | None = None
+
+    @classmethod
+    def of(cls, problem: InverseProblem, image: bool) -> ClassMatrices:
+        """Compute the matrices by one backward pass for each measurement, or for each pixel if ``image``."""
+        observation, prior = problem.observation, problem.prior
+        with torch.no_grad():
+            if not image:
+                return cls(_finite(prior.class_grams(problem.rows(observation, "rows of A J"))))
+            pixels = Observation(None, observation.size, observation.size)
+            matrices = _finite(prior.class_grams(problem.rows(pixels, "rows of J")))
+            if observation.operator is None:
+                return cls(matrices, matrices)
+            return cls(torch.stack([observation.sandwich(matrix) for matrix in matrices]), matrices)
+
+    def covariance(self, coefficients: Tensor, noise: Tensor) -> Tensor:
+        """Return Σ_c coefficient_c M_c + noise I."""
+        total = weighted_sum(self.observed, coefficients)
+        total.diagonal().add_(noise)
+        return total
+
+    def deviance(self, residual: Tensor, coefficients: Tensor, noise: Tensor) -> Tensor:
+        """Return rᵀ K⁻¹ r + log det K for ``covariance`` K and r (dy,), differentiable once in the last two."""
+        value: Tensor = _Deviance.apply(residual, coefficients, noise, self)
+        return value
+
+
+def _finite(matrices: Tensor) -> Tensor:
+    """Return the matrices; raise if the Jacobian that they come from is not finite."""
+    if not math.isfinite(float(matrices.sum())):
+        raise NumericalError(
+            "the Jacobian of the network holds NaN or infinity; expected finite numbers. The derivative of an "
+            "operation is not finite, such as that of a square root at zero."
+        )
+    return matrices
+
+
+def weighted_sum(matrices: Tensor, coefficients: Tensor) -> Tensor:
+    """Return Σ_c coefficient_c M_c (n, n)."""
+    return (coefficients @ matrices.flatten(1)).reshape(matrices.shape[1:])
+
+
+def factorised(covariance: Tensor, noise: Tensor) -> Tensor:
+    """Return the lower Cholesky factor of the covariance of the measurements."""
+    factor, info = torch.linalg.cholesky_ex(covariance)
+    if int(info) or not bool(torch.isfinite(factor.diagonal()).all()):
+        raise NumericalError(
+            "the covariance of the measurements A J Σ Jᵀ Aᵀ + σ² I is not positive definite in rounding: its largest "
+            f"variance is {float(covariance.diagonal().max()):.3g} and σ² is {float(noise):.3g}; expected σ² well "
+            "above the rounding of the former. Raise noise_std, lower the prior variance, or give a float64 model."
+        )
+    return factor
+
+
+class _Deviance(torch.autograd.Function):
+    """rᵀ K⁻¹ r + log det K for K = Σ_c coefficient_c M_c + noise I.
+
+    With B = K⁻¹ - K⁻¹ r rᵀ K⁻¹ its gradients are tr(B M_c) and tr B.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, coefficients: Tensor, noise: Tensor, matrices: ClassMatrices) -> Tensor:
+        factor = factorised(matrices.covariance(coefficients, noise), noise)
+        solved = torch.cholesky_solve(residual[:, None], factor)[:, 0]
+        ctx.save_for_backward(factor, solved)
+        ctx.matrices = matrices
+        return residual @ solved + 2 * factor.diagonal().log().sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        factor, solved = ctx.saved_tensors
+        slope, observed = torch.cholesky_inverse(factor) - torch.outer(solved, solved), ctx.matrices.observed
+        return None, gradient * (observed.flatten(1) @ slope.flatten()), gradient * slope.trace(), None
+
+
+RANK = 200  # of the preconditioner
+PROBES, STEPS = 16, 40  # of the log-determinant
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative residuals that solves reach
+MOST = 64  # right-hand sides that share a Krylov space
+
+
+@dataclass(frozen=True, eq=False)
+class Solves:
+    """What the evidence needs of one prior and noise, as numbers without a graph.
+
+    An estimate of log det K, with probes u, v (n, dy) such that E uᵀ B v = tr(K⁻¹ B); and a = K⁻¹ r (dy,) for
+    r = y - A h(mean). All of them are mapped to weights (·, P) too, by Jᵀ Aᵀ.
+    """
+
+    logdet: Tensor
+    error: float
+    left: Tensor
+    right: Tensor
+    a: Tensor
+    weights_left: Tensor
+    weights_right: Tensor
+    weights_a: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixFreeSolver:
+    """The covariance K = A J Σ Jᵀ Aᵀ + σ² I by its products, with a preconditioner from leading eigenpairs.
+
+    ``pairs`` may be those of other hyperparameters: solves then take more iterations, and nothing else changes.
+    """
+
+    problem: InverseProblem
+    noise: Tensor
+    pairs: RandomisedEigenpairs
+    seed: int
+
+    @classmethod
+    def of(
+        cls, problem: InverseProblem, noise: Tensor, seed: int, pairs: RandomisedEigenpairs | None = None
+    ) -> MatrixFreeSolver:
+        """Return the solver; without eigenpairs they cost two products of up to 210 rows."""
+        rows, generator = problem.observation.rows, torch.Generator().manual_seed(seed)
+        if pairs is None:
+            pairs = randomised_eigenpairs(problem.kernel, rows, min(RANK, rows), generator, problem.network.device)
+        return cls(problem, noise, pairs, seed)
+
+    @cached_property
+    def _shift(self) -> float:
+        return float(self.noise.detach())
+
+    def product(self, u: Tensor) -> Tensor:
+        """Return K u for rows u (K, dy), in float64."""
+        return self.problem.kernel(u).double() + self._shift * u
+
+    def solve(self, rhs: Tensor) -> Solution:
+        """Return K⁻¹ b for every row b; raise unless all residuals reach the tolerance."""
+        parts = [
+            block_conjugate_gradients(
+                self.product,
+                part,
+                root=lambda rows: self.pairs.power(rows, self._shift, -0.5),
+                tolerance=TOLERANCE[self.problem.network.dtype],
+            )
+            for part in rhs.double().split(MOST)
+        ]
+        x, residuals = (torch.cat([getattr(p, name) for p in parts]) for name in ("x", "residuals"))
+        return Solution(x, residuals, max(part.iterations for part in parts), parts[0].tolerance)
+
+    def deviance(self) -> Tensor:
+        """Return rᵀ K⁻¹ r plus an estimate of log det K, differentiable in the prior's values and the noise.
+
+        log det K = log det P + log det(P^-½ K P^-½), where the second term is near zero and estimated from probes by
+        Lanczos quadrature. The gradient is the mean of (K⁻¹ P^½ z)ᵀ ∂K (P^-½ z) over the same probes z. The quadratic
+        form is the largest value of 2 rᵀ a - aᵀ K a, at a = K⁻¹ r: what the solve misses enters squared.
+        """
+        solves, prior = self._solves, self.problem.prior
+        slope = (solves.weights_left * prior.multiply(solves.weights_right)).sum(1).mean()
+        slope = slope + self.noise * (solves.left * solves.right).sum(1).mean()
+        logdet = solves.logdet + slope - slope.detach()
+        length = solves.weights_a @ prior.multiply(solves.weights_a) + self.noise * (solves.a @ solves.a)
+        return logdet + 2 * (self.problem.prior_residual @ solves.a) - length
+
+    @property
+    def logdet_error(self) -> float:
+        """The standard error of the log-determinant over the probes; the quadratic form has none."""
+        return self._solves.error
+
+    @cached_property
+    def _solves(self) -> Solves:
+        problem, shift = self.problem, self._shift
+        probes = self._probes()
+        with torch.no_grad():
+            root = lambda rows: self.pairs.power(rows, shift, -0.5)
+            quadrature = lanczos_quadrature(lambda v: root(self.product(root(v))), probes, STEPS)
+            each = quadrature.ends(lambda nodes: nodes.clamp_min(TINY).log())[1]  # the rule without a node at zero
+            right_sides = torch.cat([self.pairs.power(probes, shift, 0.5), problem.prior_residual[None]])
+            solved, right = self.solve(right_sides).x, root(probes)  # all share one Krylov space
+            weights, weights_right = (problem.back(rows).double() for rows in (solved, right))
+        error = 0.0 if problem.observation.rows <= PROBES else float(each.std()) / math.sqrt(PROBES)
+        return Solves(
+            logdet=self.pairs.logdet(shift) + each.mean(), error=error,
+            left=solved[:-1], right=right, a=solved[-1],
+            weights_left=weights[:-1], weights_right=weights_right, weights_a=weights[-1],
+        )  # fmt: skip
+
+    def class_traces(self) -> Tensor:
+        """Return estimates of tr(A J S_c Jᵀ Aᵀ) for the classes of the prior, (classes,), from the same probes."""
+        problem = self.problem
+        rows = problem.network.selection.split(problem.back(self._probes()))
+        return problem.prior.class_lengths((name, part.flatten(1)) for name, part in rows.items()).double().mean(1)
+
+    def _probes(self) -> Tensor:
+        """Return vectors z with mean z zᵀ = I: random signs, or a scaled basis, which is exact, if that has no more."""
+        rows, device = self.problem.observation.rows, self.problem.network.device
+        if rows <= PROBES:
+            return math.sqrt(rows) * torch.eye(rows, dtype=torch.float64, device=device)
+        return random_signs(PROBES, rows, torch.Generator().manual_seed(self.seed + 1), device)
+
 
 VARIANCE_SAMPLES = 1024  # draws from which variances are estimated where the covariance is too large
 COPIES = 3  # float64 matrices of the size of the covariance that exist at once
@@ -33,7 +243,7 @@ class Belief:
     noise: Tensor  # σ², a scalar
     classes: ClassMatrices | None
     seed: int
-    pairs: Eigenpairs | None
+    pairs: RandomisedEigenpairs | None
 
     @cached_property
     def matrix_free(self) -> MatrixFreeSolver:

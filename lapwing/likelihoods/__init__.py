@@ -1,5 +1,5 @@
 """Likelihoods: how targets depend on the outputs of a network, each with the predictive distribution of its targets.
 
-``protocol.py`` has the contract, ``energies.py`` the objectives of methods that learn by predicting. The ``predict`` of
+``base.py`` has the contract and the objectives of methods that learn by predicting. The ``predict`` of
 a likelihood computes its predictive from a Gaussian belief about the outputs, without a network or a posterior.
 """

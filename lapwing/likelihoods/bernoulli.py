@@ -10,15 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.random import uniform
-from lapwing.core.schema import MOST, Either, Field, ListOf, Maybe, Real, Whole
-from lapwing.core.settings import INTEGER, NONE, require
-from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.hessian import OutputHessian
-from lapwing.likelihoods.protocol import (
+from lapwing.likelihoods.base import (
     LogitLikelihood,
+    OutputHessian,
     check_logit_settings,
     check_offset,
     less_root,
@@ -29,7 +24,11 @@ from lapwing.likelihoods.protocol import (
     refuse_other_loss,
     refuse_unused,
 )
-from lapwing.predictives.binary import BINARY_LINKS, BinaryPredictive
+from lapwing.predictives.labels import BINARY_LINKS, BinaryPredictive
+from lapwing.runtime.settings import INTEGER, NONE, require
+from lapwing.runtime.state import MOST, Either, Field, ListOf, Maybe, Real, State, Whole, saved
+from lapwing.runtime.threads import uniform
+from lapwing.values.gaussian import FunctionGaussian
 
 
 @saved

@@ -10,16 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.core.function_samples import FunctionSamples
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.random import classes
-from lapwing.core.schema import MEMBERS, MOST, Field, Flag, Later, ListOf, Maybe, Real, Whole
-from lapwing.core.settings import FLAG, INTEGER, Rule, integer, is_integer, is_real, require
-from lapwing.core.state import State, saved
 from lapwing.errors import DataError, ModelError, UnsupportedError
-from lapwing.likelihoods.hessian import OutputHessian
-from lapwing.likelihoods.protocol import (
+from lapwing.likelihoods.base import (
     LogitLikelihood,
+    OutputHessian,
     check_logit_settings,
     check_offset,
     less_root,
@@ -30,9 +24,13 @@ from lapwing.likelihoods.protocol import (
     refuse_unused,
     same_loss,
 )
-from lapwing.predictives.protocol import checked_distributions, is_soft
-from lapwing.predictives.sampled import SoftmaxSamples
-from lapwing.predictives.softmax import LINKS, SoftmaxPredictive
+from lapwing.predictives.base import checked_distributions, is_soft
+from lapwing.predictives.labels import LINKS, SoftmaxPredictive, SoftmaxSamples
+from lapwing.runtime.settings import FLAG, INTEGER, Rule, integer, is_integer, is_real, require
+from lapwing.runtime.state import MEMBERS, MOST, Field, Flag, Later, ListOf, Maybe, Real, State, Whole, saved
+from lapwing.runtime.threads import classes
+from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import FunctionGaussian
 
 AVERAGED = ("pairwise", "mc")  # links that stand for the average softmax; the others were chosen for their formula
 

@@ -8,16 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.random import sequential_normal
-from lapwing.core.schema import ABOVE_ZERO, SMALLEST, Array, Either, Flag, ListOf, Maybe, Real
-from lapwing.core.settings import FLAG, NONE, NUMBER, NUMBERS, Rule, is_real, require
-from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.hessian import OutputHessian
-from lapwing.likelihoods.protocol import Likelihood, matched, plain_numbers, refuse_other_loss
-from lapwing.predictives.normal import NormalPredictive
-from lapwing.predictives.student import StudentPredictive
+from lapwing.likelihoods.base import Likelihood, OutputHessian, matched, plain_numbers, refuse_other_loss
+from lapwing.predictives.numbers import NormalPredictive, StudentPredictive
+from lapwing.runtime.settings import FLAG, NONE, NUMBER, NUMBERS, Rule, is_real, require
+from lapwing.runtime.state import ABOVE_ZERO, SMALLEST, Array, Either, Flag, ListOf, Maybe, Real, State, saved
+from lapwing.runtime.threads import sequential_normal
+from lapwing.values.gaussian import FunctionGaussian
 
 TENSOR_OR_NONE = Rule(
     "a tensor, or None", lambda v: isinstance(v, Tensor | None), DataError

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.random import poisson
-from lapwing.core.state import State, saved
 from lapwing.errors import DataError
-from lapwing.likelihoods.hessian import OutputHessian
-from lapwing.likelihoods.protocol import Likelihood, matched
-from lapwing.predictives.counts import CountPredictive
+from lapwing.likelihoods.base import Likelihood, OutputHessian, matched
+from lapwing.predictives.numbers import CountPredictive
+from lapwing.runtime.state import State, saved
+from lapwing.runtime.threads import poisson
+from lapwing.values.gaussian import FunctionGaussian
 
 
 @saved

@@ -1,15 +1,18 @@
-"""Symmetric operators known by their products, checks that they are symmetric, and solutions of systems with them."""
+"""Operators known by their products: symmetric ones, designs, and sparse matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from lapwing.core.random import normal
-from lapwing.errors import NumericalError
+from lapwing.errors import DataError, NumericalError
+from lapwing.runtime.settings import FUNCTION, Rule, integer, require, seen
+from lapwing.runtime.threads import normal, quiet
 
 Product = Callable[[Tensor], Tensor]  # rows (K, P) -> rows (K, P), each row independent of the others
 
@@ -116,3 +119,376 @@ class Solution:
             f"{solver} stopped after {self.iterations} iterations with a relative residual of "
             f"{float(self.residuals.max()):.3g}; expected {self.tolerance:g}. {advice}"
         )
+
+
+class Part(Protocol):
+    """Consecutive rows of a design matrix X. Vectors are rows."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Return X v (n, rows) for v (n, P)."""
+        ...
+
+    def back(self, u: Tensor) -> Tensor:
+        """Return Xᵀ u (n, P) for u (n, rows)."""
+        ...
+
+    def gram(self, v: Tensor) -> Tensor:
+        """Return Xᵀ X v (n, P) for v (n, P)."""
+        ...
+
+
+class Design(Protocol):
+    """A matrix X (rows, P) in parts, which come in the same order and with the same rows at every pass."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the dtype and device that products have."""
+        ...
+
+    @property
+    def streamed(self) -> bool:
+        """Whether every pass computes the parts again, so that they cannot be visited in another order."""
+        ...
+
+    def __iter__(self) -> Iterator[Part]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorPart:
+    """Rows of a design given by two functions."""
+
+    rows: int
+    forward: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
+
+    def gram(self, v: Tensor) -> Tensor:
+        return self.back(self.forward(v))
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixDesign:
+    """A matrix in memory, in parts of at most ``part`` rows."""
+
+    matrix: Tensor
+    part: int = 4096
+    streamed: ClassVar[bool] = False
+
+    @property
+    def size(self) -> int:
+        return self.matrix.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return self.matrix.shape[0]
+
+    @property
+    def like(self) -> Tensor:
+        return self.matrix[:0, 0]
+
+    def __iter__(self) -> Iterator[Part]:
+        for x in self.matrix.split(self.part):
+            yield OperatorPart(len(x), partial(_times, matrix=x.mT), partial(_times, matrix=x))
+
+
+def _times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Return the rows times a matrix, in its dtype and on its device."""
+    return rows.to(matrix) @ matrix
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorDesign:
+    """A design matrix X (rows, size) given by two functions that multiply by X and by Xᵀ. Vectors are rows.
+
+    Args:
+        rows: the number of rows of X.
+        size: the number of columns P of X.
+        forward: maps v (n, P) to X v (n, rows), for any n.
+        back: maps u (n, rows) to Xᵀ u (n, P), for any n.
+        like: an empty tensor of the dtype and device that the functions take, float32 or float64.
+
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    >>> design = OperatorDesign(rows=3, size=2, forward=lambda v: v @ x.T, back=lambda u: u @ x, like=x[:0, 0])
+    >>> forward_product(design, torch.ones(1, 2))
+    tensor([[ 3.,  7., 11.]], dtype=torch.float64)
+    """
+
+    rows: int
+    size: int
+    forward: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
+    like: Tensor
+    streamed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            rows=integer(),
+            size=integer(),
+            forward=FUNCTION,
+            back=FUNCTION,
+            like=Rule("a tensor", lambda v: isinstance(v, Tensor), DataError),
+        )
+
+    def __iter__(self) -> Iterator[Part]:
+        yield OperatorPart(self.rows, lambda v: self.forward(v.to(self.like)), lambda u: self.back(u.to(self.like)))
+
+
+@dataclass(frozen=True, eq=False)
+class DerivedDesign:
+    """The members that a design made from another one has in common with it."""
+
+    design: Design
+
+    @property
+    def size(self) -> int:
+        return self.design.size
+
+    @property
+    def rows(self) -> int:
+        return self.design.rows
+
+    @property
+    def like(self) -> Tensor:
+        return self.design.like
+
+    @property
+    def streamed(self) -> bool:
+        return self.design.streamed
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledDesign(DerivedDesign):
+    """The design X diag(factor), for a factor (P,)."""
+
+    factor: Tensor
+
+    def __iter__(self) -> Iterator[Part]:
+        return (self._scaled(part) for part in self.design)
+
+    def _scaled(self, part: Part) -> Part:
+        return OperatorPart(part.rows, lambda v: part.forward(v * self.factor), lambda u: part.back(u) * self.factor)
+
+
+@dataclass(frozen=True, eq=False)
+class DeflatedDesign(DerivedDesign):
+    """The design X (I - UᵀU) without the directions of the orthonormal rows U (r, P), for vectors orthogonal to U."""
+
+    vectors: Tensor
+
+    def __iter__(self) -> Iterator[Part]:
+        return (self._deflated(part) for part in self.design)
+
+    def outside(self, v: Tensor) -> Tensor:
+        """Return the part of v (n, P) that is orthogonal to U, in float64."""
+        v = v.double()
+        return v - (v @ self.vectors.mT) @ self.vectors
+
+    def _deflated(self, part: Part) -> Part:
+        return OperatorPart(part.rows, part.forward, lambda u: self.outside(part.back(u)))
+
+
+def gram_product(design: Design, v: Tensor) -> Tensor:
+    """Return Xᵀ X v (n, P) for every row of v (n, P), summed in float64."""
+    total: Tensor | None = None
+    for part in design:
+        total = part.gram(v).double() if total is None else total.add_(part.gram(v))
+    return torch.zeros_like(v, dtype=torch.float64) if total is None else total
+
+
+def forward_product(design: Design, v: Tensor) -> Tensor:
+    """Return X v (n, rows) for every row of v (n, P), in float64."""
+    return torch.cat([part.forward(v).double() for part in design], 1)
+
+
+def back_product(design: Design, u: Tensor) -> Tensor:
+    """Return Xᵀ u (n, P) for every row of u (n, rows), in float64."""
+    total = torch.zeros(len(u), design.size, dtype=torch.float64, device=u.device)
+    for part, rows in located_parts(design):
+        total += part.back(u[:, rows])
+    return total
+
+
+def located_parts(design: Design) -> Iterator[tuple[Part, slice]]:
+    """Yield the parts of one pass, each with the slice of rows that it covers."""
+    start = 0
+    for part in design:
+        yield part, slice(start, start + part.rows)
+        start += part.rows
+
+
+INDICES = Rule(
+    "a tensor (entries,) of integers",
+    lambda v: isinstance(v, Tensor) and v.ndim == 1 and v.dtype in (torch.int32, torch.int64),
+    DataError,
+)
+VALUES = Rule(
+    "a tensor (entries,) of finite float32 or float64 numbers",
+    lambda v: v.ndim == 1 and v.dtype in (torch.float32, torch.float64) and bool(v.isfinite().all()),
+    DataError,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SparseOperator:
+    """A sparse matrix A (rows, size), kept in rows (CSR) together with its transpose. Vectors are rows.
+
+    Both products are differentiable, any number of times: the backward pass of one is the other. They also pass
+    ``torch.func``, which products of PyTorch's CSR tensors do not. The entries of A are constants.
+
+    >>> entries = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 2]), torch.tensor([1.0, 2.0, 3.0])
+    >>> operator = SparseOperator.from_entries(*entries, shape=(2, 3))
+    >>> operator.forward(torch.ones(3)), operator.back(torch.ones(2))
+    (tensor([1., 5.]), tensor([3., 0., 3.]))
+    """
+
+    matrix: Tensor
+    transpose: Tensor
+
+    @classmethod
+    def from_entries(cls, row: Tensor, column: Tensor, value: Tensor, shape: tuple[int, int]) -> SparseOperator:
+        """Build the operator from its entries, in any order. Entries of the same place are added up.
+
+        Args:
+            row: (entries,) integers below ``shape[0]``.
+            column: (entries,) integers below ``shape[1]``.
+            value: (entries,) float32 or float64; its dtype and device are those of the operator.
+            shape: rows and columns of A.
+
+        Raises:
+            DataError: for indices out of range, lengths that differ, and values that are not finite.
+        """
+        rows, size = _checked_shape(shape)
+        VALUES.check("value", value)
+        places = [_checked_indices(*given, len(value)) for given in (("row", row, rows), ("column", column, size))]
+        i, j = (place.to(value.device, torch.int64) for place in places)
+        place, entry = torch.unique(i * size + j, return_inverse=True)
+        total = value.new_zeros(len(place)).index_add_(0, entry, value.detach())
+        turned, order = torch.sort(place % size * rows + place // size)
+        return cls(_csr(place, total, (rows, size)), _csr(turned, total[order], (size, rows)))
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of A."""
+        return self.matrix.shape[0]
+
+    @property
+    def size(self) -> int:
+        """The number of columns of A."""
+        return self.matrix.shape[1]
+
+    @property
+    def entries(self) -> int:
+        """The number of stored entries of A."""
+        return len(self.matrix.values())
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the dtype and device of A."""
+        return self.matrix.values()[:0]
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Return A v (..., rows) for every row of v (..., size)."""
+        self._require(v, "v", self.size)
+        product: Tensor = _Product.apply(v, self, False)
+        return product
+
+    def back(self, u: Tensor) -> Tensor:
+        """Return Aᵀ u (..., size) for every row of u (..., rows)."""
+        self._require(u, "u", self.rows)
+        product: Tensor = _Product.apply(u, self, True)
+        return product
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> SparseOperator:
+        """Return the operator on another device or in another dtype, float32 or float64."""
+        if dtype not in (None, torch.float32, torch.float64):
+            raise DataError(f"dtype is {seen(dtype)}; expected torch.float32, torch.float64 or None.")
+        matrix, transpose = (_moved(part, device, dtype) for part in (self.matrix, self.transpose))
+        return SparseOperator(matrix, transpose)
+
+    def dense(self) -> Tensor:
+        """Return A (rows, size) as a dense tensor."""
+        return self.matrix.to_dense()
+
+    def _require(self, vectors: Any, name: str, width: int) -> None:
+        dtype, device = self.matrix.dtype, self.matrix.device
+        if not isinstance(vectors, Tensor) or vectors.ndim < 1 or vectors.shape[-1] != width:
+            raise DataError(f"{name} is {seen(vectors)}; expected a tensor of shape (..., {width}).")
+        if vectors.dtype != dtype or vectors.device != device:
+            raise DataError(
+                f"{name} has dtype {vectors.dtype} on {vectors.device}; expected {dtype} on {device}, as the operator. "
+                "Move one of them with .to(...)."
+            )
+
+
+class _Product(torch.autograd.Function):
+    """The product of rows (..., n) with A, or with its transpose, as an operation whose backward is the other one."""
+
+    @staticmethod
+    def forward(vectors: Tensor, operator: SparseOperator, transposed: bool) -> Tensor:
+        matrix = operator.transpose if transposed else operator.matrix
+        shape = (*vectors.shape[:-1], matrix.shape[0])
+        if vectors.numel() == 0:
+            return vectors.new_zeros(shape)
+        return (matrix @ vectors.reshape(-1, matrix.shape[1]).mT).mT.reshape(shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.operator, ctx.transposed = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Product.apply(grads[0], ctx.operator, not ctx.transposed), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _Product.apply(tangents[0], ctx.operator, ctx.transposed)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        vectors, operator, transposed = inputs
+        return _Product.apply(vectors.movedim(in_dims[0], 0), operator, transposed), 0
+
+
+def _checked_shape(shape: Any) -> tuple[int, int]:
+    Rule("a pair (rows, columns)", lambda v: isinstance(v, tuple) and len(v) == 2).check("shape", shape)
+    for name, extent in zip(("the number of rows", "the number of columns"), shape):
+        integer().check(name, extent)
+    return shape
+
+
+def _checked_indices(name: str, indices: Any, limit: int, entries: int) -> Tensor:
+    INDICES.check(name, indices)
+    if len(indices) != entries:
+        raise DataError(f"{name} has {len(indices)} entries and value has {entries}; expected the same number.")
+    if entries and not 0 <= int(indices.min()) <= int(indices.max()) < limit:
+        seen_range = f"{int(indices.min())} to {int(indices.max())}"
+        raise DataError(f"{name} has indices from {seen_range}; expected 0 to {limit - 1}.")
+    return indices
+
+
+def _csr(place: Tensor, value: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return the matrix whose entry number row * columns + column is ``place``, which is sorted."""
+    starts = torch.searchsorted(place, torch.arange(shape[0] + 1, device=place.device) * shape[1])
+    # Indices of 32 bits take half of the memory, and suffice for two thousand million entries.
+    width = torch.int32 if max(len(place), *shape) < 2**31 else torch.int64
+    return _csr_tensor(starts.to(width), (place % shape[1]).to(width), value, shape)
+
+
+def _csr_tensor(starts: Tensor, columns: Tensor, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    with quiet:  # the first CSR tensor of a process warns that CSR is in beta state
+        return torch.sparse_csr_tensor(starts, columns, value, shape, check_invariants=True)
+
+
+def _moved(matrix: Tensor, device: Any, dtype: torch.dtype | None) -> Tensor:
+    starts, columns = (part.to(device) for part in (matrix.crow_indices(), matrix.col_indices()))
+    value = matrix.values().to(device=device, dtype=dtype)
+    return _csr_tensor(starts, columns, value, tuple(matrix.shape))

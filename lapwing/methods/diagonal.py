@@ -8,16 +8,14 @@ from typing import ClassVar
 
 import torch
 
-from lapwing.core.data import Data
-from lapwing.core.schema import Field, Maybe, Text, Whole
 from lapwing.curvature.blocks import DiagonalSum
-from lapwing.curvature.blockwise import blockwise_sum
-from lapwing.curvature.seeds import DRAWS, check_estimate
-from lapwing.curvature.sweep import chosen_seeds, swept
-from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
-from lapwing.posteriors.updating import Sums, sums_data
-from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.curvature.kronecker import blockwise_sum
+from lapwing.curvature.sweep import DRAWS, check_estimate, chosen_seeds, swept
+from lapwing.data.batches import Data
+from lapwing.methods.base import Budget, Conformance, Cost, Exactness, Offer, Workload
+from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
+from lapwing.runtime.state import Field, Maybe, Text, Whole
 
 
 @sums_data

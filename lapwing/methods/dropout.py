@@ -10,19 +10,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Data
-from lapwing.core.inputs import Inputs
-from lapwing.core.random import global_seed
-from lapwing.core.schema import MEMBERS, Whole
-from lapwing.core.settings import require_integer
-from lapwing.core.state import State, saved
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Inputs
 from lapwing.errors import UnsupportedError
-from lapwing.methods.protocol import Conformance, Cost, Workload
-from lapwing.networks.forward import has_dropout, raw_output, shaped
+from lapwing.methods.base import Conformance, Cost, Workload
+from lapwing.networks.forward import copied, has_dropout, lent, raw_output, shaped, shareable
 from lapwing.networks.network import Network
-from lapwing.networks.replica import copied, lent, shareable
 from lapwing.posteriors.members import MembersPosterior
 from lapwing.problem import Problem, summed_loss
+from lapwing.runtime.settings import require_integer
+from lapwing.runtime.state import MEMBERS, State, Whole, saved
+from lapwing.runtime.threads import global_seed
 
 
 @dataclass(frozen=True)

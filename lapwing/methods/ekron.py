@@ -7,14 +7,11 @@ from typing import ClassVar
 
 import torch
 
-from lapwing.core.data import Data
-from lapwing.curvature.corrected import eigen_corrected
-from lapwing.curvature.factors import FACTOR_LIMIT
-from lapwing.curvature.kronecker import check_settings, eigen_shared, kronecker_curvature
-from lapwing.curvature.seeds import DRAWS
-from lapwing.curvature.sweep import Sweep, chosen_seeds
-from lapwing.methods.kronecker_work import KroneckerWork
-from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
+from lapwing.curvature.blocks import FACTOR_LIMIT
+from lapwing.curvature.kronecker import check_settings, eigen_corrected, eigen_shared, kronecker_curvature
+from lapwing.curvature.sweep import DRAWS, Sweep, chosen_seeds
+from lapwing.data.batches import Data
+from lapwing.methods.base import Conformance, Cost, Exactness, KroneckerWork, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 

@@ -11,19 +11,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.data import Data
-from lapwing.core.inputs import Inputs
-from lapwing.core.random import global_seed
-from lapwing.core.settings import FUNCTION, NONE, Rule, require, require_integer
-from lapwing.core.state import State
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Inputs
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.methods.protocol import Conformance, Cost, Workload
+from lapwing.methods.base import Conformance, Cost, Workload
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import is_recurrent, needs_plain_kernels, output_alone, refuse_training_mode, shaped
-from lapwing.networks.replica import Replica, can_be_copied
-from lapwing.networks.several_outputs import Path
+from lapwing.networks.forward import (
+    Path,
+    Replica,
+    can_be_copied,
+    is_recurrent,
+    needs_plain_kernels,
+    output_alone,
+    refuse_training_mode,
+    shaped,
+)
 from lapwing.posteriors.members import MembersPosterior, mean_of, outputs_of
 from lapwing.problem import Problem, summed_loss
+from lapwing.runtime.settings import FUNCTION, NONE, Rule, require, require_integer
+from lapwing.runtime.state import State
+from lapwing.runtime.threads import global_seed
 
 Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its seed) -> trained, in evaluation mode
 

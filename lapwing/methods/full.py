@@ -9,20 +9,16 @@ from typing import ClassVar
 
 import torch
 
-from lapwing.core.data import Data
-from lapwing.core.memory import BEYOND, budget
-from lapwing.core.schema import Field, Maybe, Text, Whole
-from lapwing.core.settings import require_integer
-from lapwing.curvature.full import full_curvature
-from lapwing.curvature.hessian import full_hessian
-from lapwing.curvature.seeds import CURVATURES, DRAWS, checked_curvature
-from lapwing.curvature.sweep import chosen_seeds, swept
+from lapwing.curvature.dense import full_curvature, full_hessian
+from lapwing.curvature.sweep import CURVATURES, DRAWS, checked_curvature, chosen_seeds, swept
+from lapwing.data.batches import Data
 from lapwing.errors import UnsupportedError
-from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Work, Workload
-from lapwing.methods.work import HALVES
-from lapwing.posteriors.updating import Sums, sums_data
-from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.methods.base import HALVES, Budget, Conformance, Cost, Exactness, Offer, Work, Workload
+from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
+from lapwing.runtime.memory import BEYOND, budget
+from lapwing.runtime.settings import require_integer
+from lapwing.runtime.state import Field, Maybe, Text, Whole
 
 ALWAYS = 30_000  # weights that are accepted on every device, 7 GB for each matrix
 MATRICES = 4  # of P² numbers that a fit and its first prediction hold: H, Λ, its factor, and room for the Jacobians

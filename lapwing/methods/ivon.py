@@ -11,21 +11,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.batches import Batch
-from lapwing.core.data import Data
-from lapwing.core.pool import shuffled
-from lapwing.core.progress import ProgressBar
-from lapwing.core.random import Stream, derived_generator, normal
-from lapwing.core.schema import MEMBERS, SMALLEST, Array, Whole
-from lapwing.core.settings import NONE, POSITIVE, Rule, is_real, require, require_integer
-from lapwing.core.state import State, saved
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Batch
+from lapwing.data.streams import shuffled
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.methods.protocol import Conformance, Cost, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Work, Workload
 from lapwing.networks.network import Network
-from lapwing.posteriors.drawn import Drawn, WeightDraws
 from lapwing.posteriors.members import mean_of
+from lapwing.posteriors.sampled import Drawn, WeightDraws
 from lapwing.priors.given import Isotropic
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
+from lapwing.runtime.settings import NONE, POSITIVE, Rule, is_real, require, require_integer
+from lapwing.runtime.state import MEMBERS, SMALLEST, Array, State, Whole, saved
+from lapwing.runtime.threads import ProgressBar, Stream, derived_generator, normal
 
 DECAY = 1e-4  # weight decay without a prior, the default of the package
 FORGOTTEN = 5.0  # after many steps the initial curvature has the weight exp(-FORGOTTEN), unless beta2 is given

@@ -10,19 +10,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
-from lapwing.core.memory import evenly, fitting
-from lapwing.core.schema import Field, Text, Whole
-from lapwing.core.settings import require_integer
-from lapwing.core.spectra import svd
-from lapwing.curvature.low_rank import LowRankCurvature
-from lapwing.curvature.seeds import checked_curvature, refuse_open_noise
+from lapwing.curvature.dense import LowRankCurvature
+from lapwing.curvature.sweep import checked_curvature, refuse_open_noise
+from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Work, Workload
-from lapwing.posteriors.updating import Sums, sums_data
-from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.linalg.dense import svd
+from lapwing.methods.base import Budget, Conformance, Cost, Exactness, Offer, Work, Workload
+from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
-from lapwing.tangent.design import NetworkDesign, refuse_unsteady
+from lapwing.runtime.memory import evenly, fitting
+from lapwing.runtime.settings import require_integer
+from lapwing.runtime.state import Field, Text, Whole
+from lapwing.tangent import NetworkDesign, refuse_unsteady
 
 COLUMNS = 2**16  # weights that are rotated at a time
 

@@ -8,17 +8,14 @@ from typing import ClassVar
 
 import torch
 
-from lapwing.core.data import Data
-from lapwing.core.schema import Field, Maybe, Text, Whole
-from lapwing.curvature.factors import FACTOR_LIMIT
+from lapwing.curvature.blocks import FACTOR_LIMIT
 from lapwing.curvature.kronecker import check_settings, eigen_shared, kronecker_curvature
-from lapwing.curvature.seeds import DRAWS
-from lapwing.curvature.sweep import chosen_seeds, swept
-from lapwing.methods.kronecker_work import KroneckerWork
-from lapwing.methods.protocol import Budget, Conformance, Cost, Exactness, Offer, Workload
-from lapwing.posteriors.updating import Sums, sums_data
-from lapwing.posteriors.weight_space import WeightPosterior
+from lapwing.curvature.sweep import DRAWS, chosen_seeds, swept
+from lapwing.data.batches import Data
+from lapwing.methods.base import Budget, Conformance, Cost, Exactness, KroneckerWork, Offer, Workload
+from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
+from lapwing.runtime.state import Field, Maybe, Text, Whole
 
 LIMITS = (FACTOR_LIMIT, 4096, 2048, 1024, 512)  # of factors that ``Auto`` tries, until they are within its budget
 # Multiplications of ``Auto`` for the cube of a matrix's size: ``python -m benchmarks.factors`` measures them.

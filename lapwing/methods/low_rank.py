@@ -8,17 +8,17 @@ from typing import ClassVar
 
 import torch
 
-from lapwing.core.data import Data
-from lapwing.core.random import generator_or_default
-from lapwing.core.settings import POSITIVE, require_integer
-from lapwing.curvature.low_rank import LowRankCurvature
-from lapwing.curvature.seeds import checked_curvature, refuse_open_noise
-from lapwing.linalg.design import gram_product
+from lapwing.curvature.dense import LowRankCurvature
+from lapwing.curvature.sweep import checked_curvature, refuse_open_noise
+from lapwing.data.batches import Data
 from lapwing.linalg.krylov import OVERSAMPLE, leading_eigenpairs
-from lapwing.methods.protocol import Conformance, Cost, Exactness, Work, Workload
+from lapwing.linalg.operators import gram_product
+from lapwing.methods.base import Conformance, Cost, Exactness, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
-from lapwing.tangent.design import NetworkDesign
+from lapwing.runtime.settings import POSITIVE, require_integer
+from lapwing.runtime.threads import generator_or_default
+from lapwing.tangent import NetworkDesign
 
 
 @dataclass(frozen=True)

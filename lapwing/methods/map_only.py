@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from lapwing.core.data import Data
-from lapwing.methods.protocol import Conformance, Cost, Workload
-from lapwing.posteriors.point import PointPosterior
+from lapwing.data.batches import Data
+from lapwing.methods.base import Conformance, Cost, Workload
+from lapwing.posteriors.members import PointPosterior
 from lapwing.problem import Problem, summed_loss
 
 

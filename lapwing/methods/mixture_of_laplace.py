@@ -10,12 +10,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from lapwing.core.settings import NONE, POSITIVE_VALUES, Rule, require
 from lapwing.errors import ModelError, UnsupportedError
+from lapwing.methods.base import Conformance, Cost, HasCost, Method, Workload
 from lapwing.methods.kron import Kron
-from lapwing.methods.protocol import Conformance, Cost, HasCost, Method, Workload
-from lapwing.posteriors.protocols import Posterior
+from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.several import NetworksPosterior
+from lapwing.runtime.settings import NONE, POSITIVE_VALUES, Rule, require
 
 
 @dataclass(frozen=True)

@@ -10,24 +10,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
-from lapwing.core.memory import budget
-from lapwing.core.processes import ALONE, Processes
-from lapwing.core.random import generator_or_default
-from lapwing.core.settings import POSITIVE, is_real, one_of, require, require_integer
-from lapwing.curvature.seeds import checked_curvature
+from lapwing.curvature.sweep import checked_curvature
+from lapwing.data.batches import Data
+from lapwing.data.processes import ALONE, Processes
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.cg import solve_samples
-from lapwing.linalg.design import gram_product
-from lapwing.linalg.logdet import Logdet
-from lapwing.linalg.operators import Solution
+from lapwing.linalg.krylov import Logdet, solve_samples
+from lapwing.linalg.operators import Solution, gram_product
 from lapwing.linalg.ridge import Ridge
 from lapwing.linalg.stochastic import OBJECTIVES, descend_in_rounds
-from lapwing.methods.protocol import Budget, Conformance, Cost, Offer, Work, Workload
+from lapwing.methods.base import Budget, Conformance, Cost, Offer, Work, Workload
 from lapwing.posteriors.sampled import SampledPosterior
-from lapwing.priors.bound import BoundPrior
+from lapwing.priors.base import BoundPrior
 from lapwing.problem import Problem
-from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
+from lapwing.runtime.memory import budget
+from lapwing.runtime.settings import POSITIVE, is_real, one_of, require, require_integer
+from lapwing.runtime.threads import generator_or_default
+from lapwing.tangent import NetworkDesign, refuse_reordered, refuse_unsteady
 
 STOCHASTIC = ("sgd", "sdd")
 SOLVERS = ("krylov", "cg", *STOCHASTIC)

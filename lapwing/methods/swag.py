@@ -10,20 +10,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.batches import Batch
-from lapwing.core.data import Data
-from lapwing.core.pool import shuffled
-from lapwing.core.progress import ProgressBar
-from lapwing.core.random import derived_generator, normal
-from lapwing.core.schema import ABOVE_ZERO, MEMBERS, Array, Whole
-from lapwing.core.settings import POSITIVE, is_real, require_integer
-from lapwing.core.state import State, saved
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Batch
+from lapwing.data.streams import shuffled
 from lapwing.errors import FileError, NumericalError, UnsupportedError
-from lapwing.methods.protocol import Conformance, Cost, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Work, Workload
 from lapwing.networks.network import Network
-from lapwing.posteriors.drawn import Drawn, WeightDraws
 from lapwing.posteriors.members import mean_of
+from lapwing.posteriors.sampled import Drawn, WeightDraws
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
+from lapwing.runtime.settings import POSITIVE, is_real, require_integer
+from lapwing.runtime.state import ABOVE_ZERO, MEMBERS, Array, State, Whole, saved
+from lapwing.runtime.threads import ProgressBar, derived_generator, normal
 
 FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times
 SMALLEST = FIRST / 2**HALVINGS

@@ -9,21 +9,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
-from lapwing.core.inputs import check_finite
-from lapwing.core.memory import refuse_beyond, runs
-from lapwing.core.progress import ProgressBar
-from lapwing.core.random import derived_generator, normal
-from lapwing.core.settings import POSITIVE, require, require_integer
+from lapwing.data.batches import Data
+from lapwing.data.inputs import check_finite
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.likelihoods.protocol import HasHessian, Likelihood
-from lapwing.methods.protocol import Conformance, Cost, Work, Workload
-from lapwing.networks.features import is_single_map
+from lapwing.likelihoods.base import HasHessian, Likelihood
+from lapwing.methods.base import Conformance, Cost, Work, Workload
+from lapwing.networks.functionals import is_single_map
 from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.mean_field import MeanFieldPosterior, checked_features
+from lapwing.posteriors.members import MeanFieldPosterior, checked_features
 from lapwing.problem import Problem, Statistics, sample_count, total_loss
+from lapwing.runtime.memory import refuse_beyond, runs
+from lapwing.runtime.settings import POSITIVE, require, require_integer
+from lapwing.runtime.threads import ProgressBar, derived_generator, normal
 
 ITERATIONS = 10  # of L-BFGS in a step of the progress bar
 HISTORY = 20  # steps that L-BFGS remembers

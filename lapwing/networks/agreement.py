@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from lapwing.errors import ModelError
-from lapwing.networks.checks import EXAMINED, relative_gap
-from lapwing.networks.forward import output_alone, plain_kernels, raw_output, recording
+from lapwing.networks.examine import EXAMINED, relative_gap
+from lapwing.networks.forward import copied, output_alone, plain_kernels, raw_output, recording
 from lapwing.networks.graph import kept_value
-from lapwing.networks.replica import copied
 from lapwing.networks.uses import Node
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.processes import Processes
+from lapwing.data.processes import Processes
 from lapwing.errors import ModelError
 
 PLAIN_OUTSIDE = (float, str, bool, FunctionType, BuiltinFunctionType)

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import ModelError
-from lapwing.networks.operation import LEAF, Operation, Source
 from lapwing.networks.ops import operation
 from lapwing.networks.rules import broadcast_lookup
-from lapwing.networks.uses import Node, Use, lookup, output_shape
+from lapwing.networks.uses import LEAF, Node, Operation, Source, Use, lookup, output_shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,15 @@
-"""The Jacobian of a linear block, kept in factors."""
+"""The Jacobian of a linear block, kept in factors.
+
+Sums over the Jacobian of a weight that is used at many positions, on a CPU: formed in pieces that stay in its cache.
+
+The whole Jacobian of a layer, K d_out d_in numbers for each sample, would be written to memory and read back several
+times, which takes longer than its products. A piece is a band of outputs of one sample.
+
+The columns of single weights in the Jacobian of a linear map, without those of other weights.
+
+For the weight of output i and input j, output k and sample b, the entry is Σ_t g_kbti a_btj. Few weights of a layer are
+gathered; many are picked out of the products of a few outputs of the layer at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +20,105 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lapwing.core.memory import gathered, runs
-from lapwing.linalg.bases import Basis, pooled_pairs
-from lapwing.networks import near_cache
-from lapwing.networks.dense_jacobian import DenseJacobian, whole_between
-from lapwing.networks.entries import Entries
-from lapwing.networks.halves import product, product_onto
-from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
-from lapwing.networks.linear_columns import columns
+from lapwing.linalg.dense import Basis, pooled_pairs
+from lapwing.networks.dense_jacobian import FASTER, DenseJacobian, Entries, product, product_onto, whole_between
+from lapwing.networks.jacobians import BlockJacobian, KroneckerRows, near
+from lapwing.runtime.memory import evenly, gathered, runs
+
+NEAR = 2**20  # bytes of a piece: half of what a core's second cache holds
+
+
+def pieces(a: Tensor, g: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
+    """Yield the number of a sample, a band of outputs, and the Jacobian there, (K, band, d_in).
+
+    Inputs are a (B, T, d_in), gradients g (K, B, T, d_out).
+    """
+    outputs, batch, _, d_out = g.shape
+    band = max(1, NEAR // (a.element_size() * outputs * a.shape[-1]))
+    for sample in range(batch):
+        rows = a[sample].expand(outputs, -1, -1)
+        for first in range(0, d_out, band):
+            outs = slice(first, min(first + band, d_out))
+            yield sample, outs, torch.bmm(g[:, sample, :, outs].mT, rows)
+
+
+def weighted(a: Tensor, g: Tensor, weights: Tensor, tokens: int, full: bool) -> Tensor:
+    """Return Σ_ij J_kij weights_ij J_lij under each of n weights (n, d_out, d_in): (n, B, S, C, C), or (n, B, S, C)."""
+    outputs, batch = g.shape[:2]
+    classes = outputs // tokens
+    total = a.new_zeros(len(weights), batch, tokens, classes, *(classes,) * full)
+    roots = weights.sqrt()
+    for sample, band, part in pieces(a, g):
+        for number, root in enumerate(roots[:, band]):
+            scaled = part * root if number < len(roots) - 1 else part.mul_(root)
+            rows = scaled.reshape(tokens, classes, -1)
+            total[number, sample] += rows @ rows.mT if full else rows.square().sum(-1)
+    return total
+
+
+def squares(a: Tensor, g: Tensor) -> Tensor:
+    """Return the sum over samples and outputs of the squared Jacobian, (d_out, d_in)."""
+    total = a.new_zeros(g.shape[-1], a.shape[-1])
+    for _, band, part in pieces(a, g):
+        total[band] += part.mul_(part).sum(0)
+    return total
+
+
+def columns(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
+    """Return the Jacobian of the entries, (B, K, n), from inputs a (G, B, T, d_in) and gradients g (G, K, B, T, d_out).
+
+    Memory besides the result: as much again where there is one position, and the inputs and gradients of a few entries
+    where there are several.
+    """
+    if a.shape[2] == 1:
+        return _at_one_position(a, g, entries)
+    if FASTER * len(entries.at) <= entries.size:
+        return _gathered(a, g, entries)
+    return _banded(a, g, entries)
+
+
+def _at_one_position(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
+    group, output, inp = entries.coordinates
+    if len(a) == 1:
+        inputs = a[0, :, 0].index_select(-1, inp)
+        rows = g[0, :, :, 0].transpose(0, 1).index_select(-1, output)
+    else:
+        inputs = a[group, :, 0, inp].mT
+        rows = g[group, :, :, 0, output].permute(2, 1, 0)
+    return rows * inputs.unsqueeze(1) if rows.requires_grad or inputs.requires_grad else rows.mul_(inputs.unsqueeze(1))
+
+
+def _gathered(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
+    """Multiply the gradients of each output with the inputs of its entries, in runs of equal length."""
+    outputs, inputs, place = entries.runs
+    _, seeds, batch, positions, d_out = g.shape
+    group, output = outputs // d_out, outputs % d_out
+    width = inputs.shape[1]
+    each = 2 * g.element_size() * batch * positions * (seeds + width)
+    parts = []
+    for some in evenly(len(outputs), max(1, near(g.device) // each)):
+        # Indices that are apart put their dimension first: (S, K, B, T) and (S, w, B, T).
+        rows = g[group[some], :, :, :, output[some]].transpose(1, 2)
+        below = a[group[some, None], :, :, inputs[some]].transpose(1, 2)
+        parts.append(torch.matmul(rows, below.mT).permute(1, 2, 0, 3).flatten(2))  # (B, K, S w)
+    return torch.cat(parts, -1).index_select(-1, place)
+
+
+def _banded(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
+    """Form the Jacobian of a few outputs of the layer at a time, and pick the entries."""
+    groups, seeds, batch, _, d_out = g.shape
+    starts, d_in = entries.starts, a.shape[-1]
+    each = 2 * g.element_size() * batch * seeds * d_in
+    parts = []
+    for group in range(groups):
+        inputs = a[group].unsqueeze(1)  # (B, 1, T, d_in)
+        for band in evenly(d_out, max(1, near(g.device) // each)):
+            first, last = group * d_out + band.start, group * d_out + band.stop
+            at = entries.at[starts[first] : starts[last]] - first * d_in
+            if len(at):
+                rows = g[group, ..., band].permute(1, 0, 3, 2)  # (B, K, band, T)
+                parts.append(torch.matmul(rows, inputs).flatten(2).index_select(-1, at))
+    return torch.cat(parts, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,13 +225,13 @@ class LinearJacobian:
         if not self.a.is_cpu or len(self.a) > 1 or self.a.requires_grad or self.g.requires_grad:
             return False
         row = self.a.element_size() * self.g.shape[1] * self.a.shape[-1]
-        return row <= near_cache.NEAR < row * self.g.shape[-1]
+        return row <= NEAR < row * self.g.shape[-1]
 
     def squares(self) -> Tensor:
         if self.positions == 1:
             return torch.bmm(_summed_squares(self.g[:, :, :, 0]).mT, self.a[:, :, 0].square())
         if self._near_cache:
-            return near_cache.squares(self.a[0], self.g[0]).unsqueeze(0)
+            return squares(self.a[0], self.g[0]).unsqueeze(0)
         (groups, outputs, _, _, d_out), d_in = self.g.shape, self.a.shape[-1]
         seeds = list(runs(outputs, 4 * self.a.element_size() * groups * d_out * d_in, self.a.device))
         if len(seeds) > 1:
@@ -163,7 +265,7 @@ class LinearJacobian:
             squares = self.a[:, :, 0].square()
             return torch.stack([self._diagonal_form(squares @ each.mT, tokens, full) for each in weights])
         if self._near_cache:
-            return near_cache.weighted(self.a[0], self.g[0], weights[:, 0], tokens, full)
+            return weighted(self.a[0], self.g[0], weights[:, 0], tokens, full)
         numbers = weights.shape[1] * outputs * (2 * weights.shape[-1] + full * classes)  # for each output of the layer
         if len(bands := self._bands(numbers)) > 1:
             sums = (self._band(band).weighted_each(weights[:, :, band], tokens, full) for band in bands)

@@ -5,31 +5,35 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.batches import Batch
-from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.data import Data
-from lapwing.core.images import ImageForm
-from lapwing.core.inputs import Inputs, SampleRows, place_name, take, wants_slopes
-from lapwing.core.memory import gathered
-from lapwing.core.state import State, saved
-from lapwing.core.switches import math_attention
-from lapwing.errors import DataError
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Batch, Inputs, SampleRows, place_name, take, wants_slopes
+from lapwing.errors import DataError, FileError
 from lapwing.networks import passes
 from lapwing.networks.agreement import compare
-from lapwing.networks.budget import Footprint
-from lapwing.networks.checks import learn
-from lapwing.networks.directional import forward_products
-from lapwing.networks.entries import Entries
-from lapwing.networks.examining import examine
+from lapwing.networks.dense_jacobian import Entries
+from lapwing.networks.examine import (
+    Layout,
+    examine,
+    learn,
+    pixel_targets,
+    refuse_other_parameters,
+    seen_sizes,
+    shapes_of_sample,
+)
 from lapwing.networks.forward import (
+    Path,
+    Replica,
     arithmetic_of,
+    is_recurrent,
+    lent,
     needs_plain_kernels,
     output_alone,
     plain_kernels,
@@ -43,15 +47,111 @@ from lapwing.networks.forward import (
     unwrapped,
 )
 from lapwing.networks.graph import read
-from lapwing.networks.images import pixel_targets, seen_sizes, shapes_of_sample
-from lapwing.networks.layout import Layout
-from lapwing.networks.patterns import Patterns, find_patterns
+from lapwing.networks.jacobians import KINDS, Block, Footprint
+from lapwing.networks.passes import Patterns, find_patterns, forward_products
 from lapwing.networks.probe import Probe
-from lapwing.networks.replica import Replica
 from lapwing.networks.selection import Selection, Weights, all_weights
-from lapwing.networks.several_outputs import Path
-from lapwing.networks.stored import read_facts, written
 from lapwing.networks.tangent import Tangent
+from lapwing.runtime.memory import gathered
+from lapwing.runtime.state import (
+    MOST,
+    Array,
+    Either,
+    Flag,
+    Later,
+    ListOf,
+    MapOf,
+    Maybe,
+    Part,
+    Record,
+    State,
+    Text,
+    Whole,
+    distinct,
+    saved,
+)
+from lapwing.runtime.threads import math_attention
+from lapwing.values.gaussian import DIMS, ChosenOutputs, ImageForm
+
+
+def trained_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters that a training step changes."""
+    return tuple(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+@dataclass(frozen=True)
+class PlainPasses:
+    """The network as it runs without Lapwing, on one batch."""
+
+    forward: Callable[[], Any]  # a forward pass without a graph
+    training: Callable[[], Any]  # a forward and a backward pass, to the gradients of the parameters
+
+
+@contextmanager
+def plain_passes(network: Network, inputs: Inputs, names: tuple[str, ...]) -> Iterator[PlainPasses]:
+    """Yield the passes to run inside the block; gradients are those of the named parameters."""
+    tensors = network.parameters
+    with recording(tensors, names, network.plain), lent(network.replica) as one:
+        parameters = [p for name, p in one.named_parameters() if name in names]
+
+        def forward() -> None:
+            with torch.no_grad():
+                raw_output(one, inputs)
+
+        def training() -> None:
+            torch.autograd.grad(raw_output(one, inputs).sum(), parameters, allow_unused=True)
+
+        yield PlainPasses(forward, training)
+
+
+LARGEST = 2**40  # of the numbers of a footprint
+
+
+def written(network: Network) -> State:
+    """Return what a file needs, besides the model, to build the network again."""
+    settings = {
+        "names": network.selection.names, "shapes": network.selection.shapes,
+        "layout": [asdict(block) for block in network.layout], "footprint": network.footprint.numbers,
+        "output_shape": network.output_shape, "forward_mode": network.forward_mode, "recurrent": network.recurrent,
+        "normalised": network.normalised, "private": network.private, "known": dict(network.known),
+        **{name: value for name in ("image", "output", "head") if (value := getattr(network, name))},
+    }  # fmt: skip
+    tensors = {"index": network.selection.index, "shift": network.shift}
+    parts = {} if network.probed is None else {"probe": network.probed.state()}
+    return State("Network", settings, {name: t for name, t in tensors.items() if t is not None}, parts)
+
+
+def read_facts(state: State, model: nn.Module) -> tuple[dict[str, Any], Tensor | None]:
+    """Return the fields of the network of this model, and its shift; raise ``FileError`` if they do not fit it."""
+    sizes, most = ListOf(Whole()), Whole(0, LARGEST)
+    layout = Record(
+        Block, kind=Text(KINDS), weight=Text(), shape=sizes, bias=Maybe(Text()), groups=Whole(1), why=Text()
+    )
+    later = Later(most)
+    fields = state.read(
+        names=ListOf(Text()), shapes=ListOf(sizes), layout=ListOf(layout), output_shape=ListOf(Whole(1)),
+        footprint=Record(
+            Footprint, width=Whole(1, LARGEST), patches=most, whole=most, graph=later, live=later, widest=later
+        ),
+        forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
+        shift=Maybe(Array((None,))), image=Later(ListOf(Whole(1))),
+        output=Later(ListOf(Either(Text(), Whole(-MOST)))), head=Later(Text()),
+        index=Maybe(Array((None,), 0, whole=True, also=distinct)), probe=Later(Part(Probe)),
+    )  # fmt: skip
+    names, shapes, shift = fields.pop("names"), fields.pop("shapes"), fields.pop("shift")
+    selection = Selection(names, shapes, fields.pop("index"))
+    refuse_other_parameters(selection, fields["layout"], model)
+    if fields["recurrent"] != is_recurrent(model) or len(fields["output_shape"]) not in (1, 2):
+        raise FileError("the file has other facts about the network than the model: recurrent layers, output shape")
+    head = fields.get("head", "")
+    if head and head not in [block.weight for block in fields["layout"] if block.linear]:
+        raise FileError(f"the file has {head!r} as the last linear map; expected the weight of one of its blocks")
+    image = fields.get("image", ())
+    if image and (len(image) not in DIMS or (math.prod(image),) != fields["output_shape"][:-1]):
+        raise FileError(f"the file has images {image} and outputs {fields['output_shape']}; expected their pixels")
+    if shift is not None and len(shift) != selection.size:
+        raise FileError(f"the file shifts {len(shift)} weights; expected {selection.size}")
+    return {"selection": selection, **fields}, shift
 
 
 @saved

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.inputs import Inputs
-from lapwing.networks.checks import examined
+from lapwing.data.inputs import Inputs
+from lapwing.networks.examine import examined
 from lapwing.networks.forward import plain_kernels, raw_output, shaped
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network

@@ -1,7 +1,7 @@
 """Autograd operations: one entry for each that Lapwing knows.
 
-``operation.py`` defines an entry: how rows of samples may pass through an operation and how gradients may be pulled
-back. ``rules.py`` and ``norm_rules.py`` have the functions that the entries name.
+``uses.py`` defines an entry: how rows of samples may pass through an operation and how gradients may be pulled back.
+``rules.py`` and ``pull.py`` have the functions that the entries name.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lapwing.networks import attention_rules, moving_rules, norm_rules, rules
-from lapwing.networks.operation import (
+from lapwing.networks import pull, rules
+from lapwing.networks.uses import (
     Expanded,
     New,
     Operation,
@@ -51,17 +51,17 @@ register(
     Operation("TransposeBackward0", moves=True, rows=along("dim0", "dim1"), gradient=View(rules.transpose)),
     Operation("TransposeBackward1", rows=along("dim0", "dim1")),
     Operation("PermuteBackward0", moves=True, rows=permuted, gradient=View(rules.permute)),
-    *_alike("Split SplitWithSizes UnsafeSplit", moves=True, rows=along("dim"), joint_gradient=moving_rules.split),
-    Operation("UnbindBackward0", moves=True, rows=along("dim"), joint_gradient=moving_rules.unbind),
-    Operation("SliceBackward0", moves=True, rows=along("dim"), gradient=View(moving_rules.part)),
-    Operation("SelectBackward0", moves=True, rows=along("dim"), gradient=New(moving_rules.select)),
-    Operation("CatBackward0", rows=along("dim"), gradient=View(moving_rules.cat)),
-    Operation("StackBackward0", rows=along("dim"), gradient=View(moving_rules.stack)),
+    *_alike("Split SplitWithSizes UnsafeSplit", moves=True, rows=along("dim"), joint_gradient=pull.split),
+    Operation("UnbindBackward0", moves=True, rows=along("dim"), joint_gradient=pull.unbind),
+    Operation("SliceBackward0", moves=True, rows=along("dim"), gradient=View(pull.part)),
+    Operation("SelectBackward0", moves=True, rows=along("dim"), gradient=New(pull.select)),
+    Operation("CatBackward0", rows=along("dim"), gradient=View(pull.cat)),
+    Operation("StackBackward0", rows=along("dim"), gradient=View(pull.stack)),
     Operation("FlipBackward0", rows=along("dims")),
     Operation("RepeatBackward0", rows=reordered),
     Operation("ExpandBackward0", expands=True, rows=row_wise, uses=rules.use_expand),
     *_alike("ConstantPadNd ReflectionPad2D ReplicationPad2D", rows=row_wise),
-    Operation("UpsampleNearest2DBackward0", rows=row_wise, gradient=New(moving_rules.upsample_nearest)),
+    Operation("UpsampleNearest2DBackward0", rows=row_wise, gradient=New(pull.upsample_nearest)),
     *_alike("PixelShuffle UpsampleBilinear2D", rows=row_wise),
     # Products with a weight.
     Operation("MmBackward0", data_operand=0, gradient=New(rules.pull_mm), uses=rules.use_mm),
@@ -86,7 +86,7 @@ register(
     ),
     # Reentrant checkpointing that does not go through torch.utils.checkpoint.checkpoint.
     Operation("CheckpointFunctionBackward", not_derivative=rules.checkpoint_hides),
-    Operation("BmmBackward0", rows=reordered, joint_gradient=attention_rules.batched_product),
+    Operation("BmmBackward0", rows=reordered, joint_gradient=pull.batched_product),
     Operation("BaddbmmBackward0", rows=reordered),
     *_alike("ThnnFusedLstmCell ThnnFusedGruCell", rows=reordered, uses=rules.use_fused_cell),
     # Attention in one kernel, of which autograd takes one seed at a time.
@@ -94,29 +94,29 @@ register(
         "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention "
         "ScaledDotProductFusedAttentionOverrideable ScaledDotProductCudnnAttention",
         rows=reordered,
-        joint_gradient=attention_rules.attention,
+        joint_gradient=pull.attention,
         seed_by_seed=lambda node, on_cpu: True,
     ),
     # Normalisations.
     *_alike(
         "NativeBatchNorm CudnnBatchNorm",
         data_operand=0,
-        gradient=New(norm_rules.pull_batch_norm),
-        uses=norm_rules.use_batch_norm,
-        norm=norm_rules.batch_norm_statistics,
+        gradient=New(pull.pull_batch_norm),
+        uses=pull.use_batch_norm,
+        norm=pull.batch_norm_statistics,
     ),
     Operation(
         "NativeGroupNormBackward0",
         data_operand=0,
-        uses=norm_rules.scale_and_shift(norm_rules.group_normalised),
-        norm=norm_rules.own_statistics,
+        uses=pull.scale_and_shift(pull.group_normalised),
+        norm=pull.own_statistics,
     ),
     Operation(
         "NativeLayerNormBackward0",
         rows=normalised_rows,
-        gradient=New(norm_rules.pull_layer_norm),
-        uses=norm_rules.scale_and_shift(norm_rules.layer_normalised, channel=False),
-        norm=norm_rules.own_statistics,
+        gradient=New(pull.pull_layer_norm),
+        uses=pull.scale_and_shift(pull.layer_normalised, channel=False),
+        norm=pull.own_statistics,
     ),
     Operation("FusedRmsNormBackward0", rows=reordered),
     # Activations with a slope.
@@ -131,8 +131,8 @@ register(
     Operation("MulBackward0", rows=row_wise, gradient=New(rules.pull_mul), uses=rules.use_mul),
     *_alike("Elu Celu Selu Hardtanh Softplus Exp Expm1 Log Log1P Sqrt Rsqrt Neg Abs Sin Cos Erf", rows=row_wise),
     *_alike("Threshold Mish Hardswish Hardsigmoid Clamp ClampMin ClampMax Reciprocal LogSigmoid", rows=row_wise),
-    Operation("MaskedFillBackward0", rows=row_wise, gradient=New(attention_rules.masked_fill)),
-    Operation("MulBackward1", rows=row_wise, gradient=New(attention_rules.pull_scaled)),
+    Operation("MaskedFillBackward0", rows=row_wise, gradient=New(pull.masked_fill)),
+    Operation("MulBackward1", rows=row_wise, gradient=New(pull.pull_scaled)),
     *_alike("Pow Sub Div NativeDropout Where", rows=row_wise),
     *_alike("Add Sub Div Pow Rsub Clamp", "Backward1", rows=row_wise),
     # Pooling, sums and other reductions.
@@ -142,6 +142,6 @@ register(
     *_alike("MaxPool3DWithIndices AvgPool3D AdaptiveMaxPool2D MkldnnMaxPool2D", rows=row_wise),
     Operation("MeanBackward1", rows=along("dim"), gradient=New(rules.mean)),
     Operation("SumBackward1", rows=along("dim"), gradient=Expanded(rules.total)),
-    *_alike("Softmax SafeSoftmax", rows=along("dim"), gradient=New(attention_rules.softmax)),
+    *_alike("Softmax SafeSoftmax", rows=along("dim"), gradient=New(pull.softmax)),
     *_alike("LogSoftmax Amax Max Cumsum Glu", rows=along("dim")),
 )

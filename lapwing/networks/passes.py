@@ -1,27 +1,59 @@
-"""Passes through a network for many vectors at once: gradients at nodes, Jᵀ u and J v.
+"""Passes through a network for many vectors at once, the rows of each sample, and derivatives along directions.
+
+Passes through a network for many vectors at once: gradients at nodes, Jᵀ u and J v.
 
 Autograd takes one gradient at a time; ``vmap`` over it loops inside convolutions and norms. Here the seeds are folded
 into the batch, so that K seeds cost one large operation for each node. A graph with an operation whose entry in the
 table has no gradient is left to autograd.
+
+Which rows at a node of a graph belong to which sample.
+
+In most networks the walk over the graph already knows: rows are batch-major. Attention works time-major inside, and
+recurrent networks stack time steps; there a probe decides. The seeds of the samples whose number has bit j set are
+doubled, for each bit: the gradient of a row doubles if its sample has that bit, in every dtype. A row whose gradient
+neither doubles nor stays belongs to several samples (it lies before a broadcast over the batch).
+
+Derivatives of the outputs along directions in weight space: J v for many v at once, and the outputs themselves.
+
+There are two ways. Forward mode pushes all directions through the layers in one pass, at about two forward passes
+for each direction. Layer-wise Jacobians take one backward pass for each output, whatever the number of directions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from lapwing.core.inputs import Inputs
-from lapwing.core.switches import FORWARD_MODE, math_attention, quiet
+from lapwing.data.inputs import Inputs, wants_slopes
 from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.graph import Graph
-from lapwing.networks.operation import NoRuleError, Operation
 from lapwing.networks.selection import Selection
-from lapwing.networks.uses import Node, Shape, output_numbers, output_shape
+from lapwing.networks.uses import (
+    Node,
+    NoRuleError,
+    Operation,
+    Pattern,
+    Ragged,
+    Regular,
+    Shape,
+    output_numbers,
+    output_shape,
+)
+from lapwing.runtime.memory import gathered, runs
+from lapwing.runtime.threads import FORWARD_MODE, math_attention, quiet
+from lapwing.values.gaussian import ChosenOutputs
+
+if TYPE_CHECKING:
+    from lapwing.networks.network import Network
+    from lapwing.networks.tangent import Tangent
 
 
 def gradients(
@@ -281,3 +313,189 @@ def _has_custom_function(raw: Tensor) -> bool:
         seen.add(node)
         waiting += [child for child, _ in node.next_functions]
     return False
+
+
+Patterns = Mapping[Node, Pattern | None]  # how rows run over the samples; None if samples share rows
+
+
+def find_patterns(raw: Tensor, graph: Graph, recurrent: bool) -> tuple[Patterns, bool]:
+    """Return for each node that uses a parameter how its rows run over the samples; None if samples share rows.
+
+    The flag says whether these patterns hold for every batch of the same shapes. They may not if several patterns fit
+    this batch: a row that no gradient reaches may belong to any sample. They do not if the rows follow no order.
+    """
+    batch = raw.shape[0]
+    patterns: dict[Node, Pattern | None] = {}
+    probed: dict[Node, int] = {}
+    for node, rows in {use.node: use.n_rows for use in graph.uses}.items():
+        if graph.batch_major[node] and rows % batch == 0:
+            patterns[node] = Regular(1, batch, rows // batch)
+        else:
+            probed[node] = rows
+    if not probed:
+        return patterns, True
+    certain = True
+    for node, owner in _owners(raw, graph, probed, recurrent).items():
+        fits = [] if owner is None else _fitting(owner, batch)
+        patterns[node] = fits[0] if fits else None if owner is None else Ragged.of(owner, batch)
+        certain = certain and len(fits) == 1
+    return patterns, certain
+
+
+def _owners(raw: Tensor, graph: Graph, rows_of: Mapping[Node, int], recurrent: bool) -> dict[Node, Tensor | None]:
+    """Return the sample of every row: -1 where no gradient arrives, None if samples share rows."""
+    batch, nodes = len(raw), list(rows_of)
+    bits = max(1, (batch - 1).bit_length())
+    generator = torch.Generator().manual_seed(0)
+    seed = (torch.randn(raw.shape, generator=generator).abs() + 0.5).to(raw)
+    numbers = torch.arange(batch, device=raw.device)
+    scales = torch.stack([1.0 + ((numbers >> bit) & 1) for bit in range(bits)]).to(seed)
+    seeds = torch.cat([seed[None], seed * scales.view(bits, batch, *(1,) * (raw.ndim - 1))])
+    owners: dict[Node, Tensor | None] = {}
+    for node, first, grads in _probed(raw, graph, nodes, seeds, recurrent):
+        grads = grads.reshape(len(grads), rows_of[node], grads[0].numel() // max(1, rows_of[node]))
+        sizes = grads[0].abs().amax(1) if grads.numel() else seed.new_zeros(rows_of[node])
+        before = owners[node] if node in owners else torch.where(sizes > 0, 0, -1)
+        owners[node] = _with_bits(before, grads, sizes, first)
+    return owners
+
+
+def _probed(
+    raw: Tensor, graph: Graph, nodes: list[Node], seeds: Tensor, recurrent: bool
+) -> Iterator[tuple[Node, int, Tensor]]:
+    """Yield nodes with the gradients there for the first seed and for those of some bits, and the first of these bits.
+
+    All bits in one pass, which drops each gradient after its use; by autograd, which holds them, one after another.
+    """
+    if not recurrent and numbers_at_once(graph, nodes, raw.dtype) is not None:
+        yield from ((node, 0, grads) for node, grads in gradients(raw, graph, nodes, seeds, recurrent))
+        return
+    plain = dict(gradients(raw, graph, nodes, seeds[:1], recurrent))
+    for bit, doubled in enumerate(seeds[1:]):
+        for node, grad in gradients(raw, graph, nodes, doubled[None], recurrent):
+            yield node, bit, torch.cat([plain[node], grad])
+
+
+def _with_bits(owner: Tensor | None, grads: Tensor, sizes: Tensor, first: int) -> Tensor | None:
+    """Return the numbers of the samples with some more bits, from the gradients (1 + bits, rows, entries) of a node.
+
+    The first are those of seeds that are not doubled, and ``sizes`` their largest entry in each row. Rounding is
+    relative to the terms of a row, which may be far larger than their sum: behind a LayerNorm they cancel.
+    """
+    eps = torch.finfo(grads.dtype).eps
+    limit = max(64 * eps, eps**0.5) * sizes
+    for bit, after in enumerate(grads[1:] if grads.numel() else (), first):
+        same = (after - grads[0]).abs().amax(1) <= limit
+        twice = (after - 2 * grads[0]).abs().amax(1) <= limit
+        if owner is None or bool(((owner >= 0) & ~same & ~twice).any()):
+            return None
+        owner = torch.where((owner >= 0) & twice, owner + (1 << bit), owner)
+    return owner
+
+
+def _fitting(owner: Tensor, batch: int) -> list[Regular]:
+    """Return every regular pattern that fits: row r belongs to sample (r // inner) % batch."""
+    if len(owner) % batch:
+        return []
+    share = len(owner) // batch
+    rows = torch.arange(len(owner), device=owner.device)
+    unreached = owner < 0
+    return [
+        Regular(share // inner, batch, inner)
+        for inner in range(share, 0, -1)
+        if share % inner == 0 and bool((((rows // inner) % batch == owner) | unreached).all())
+    ]
+
+
+# Directions for each output of a sample, up to which forward mode is taken. By ``python -m benchmarks.scale_outputs``
+# both ways cost the same at 0.2 (an MLP, whose weights are read for every direction) to 2 (a transformer).
+CHEAPER = 0.5
+TOGETHER = {"cpu": 16, "cuda": 64}  # directions of one pass; more leave a CPU's caches and gain nothing
+
+
+def outputs_along(
+    network: Network, inputs: Inputs, v: Tensor, chosen: ChosenOutputs | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs f (B, [T,] C) of the tangent model, and J v for every row of v (K, P): (K, B, [T,] C).
+
+    Of all outputs, or of the chosen ones. By the cheaper way. Cost: 1 + 2 K forward passes, or one forward pass and a
+    backward pass for each output; in chunks that fit the byte budget.
+    """
+    network, wanted = network.for_inputs(inputs), chosen.of if chosen is not None else lambda values: values
+    if not len(v):
+        f = wanted(network(inputs).to(network.dtype))
+        return f, f.new_zeros(0, *f.shape)
+    n_outputs = torch.Size(network.output_shape if chosen is None else chosen.shape(network.output_shape)).numel()
+    if len(v) > CHEAPER * n_outputs or wants_slopes(inputs):
+        return _by_jacobians(network, inputs, v, chosen)
+    shift = network.shift
+    f, products = forward_products(network, inputs, v if shift is None else torch.cat([shift[None].to(v), v]))
+    f, products = wanted(f), wanted(products)
+    return (f, products) if shift is None else (f + products[0], products[1:])
+
+
+def forward_products(network: Network, inputs: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return f (B, [T,] C) of the network at w̃, and J v for every row of v (K, P), by forward mode.
+
+    By two backward passes for each direction where an operation has no forward rule, and by layer-wise Jacobians where
+    it has no second derivative either.
+    """
+    f: list[Tensor] = []
+    network, count = network.for_inputs(inputs), network.count(inputs)
+
+    def products(numbers: slice) -> Iterator[Tensor]:
+        tangents = tangents_of(network.replica, network.selection, v[numbers])
+        for part in _chunks(network, inputs, numbers.stop - numbers.start):
+            out, product = _pushed(network, part, tangents, v[numbers])
+            if numbers.start == 0:
+                f.append(out.to(network.dtype))
+            yield product.to(network.dtype)
+
+    columns = gathered((gathered(products(numbers), count, 1) for numbers in _runs(network, len(v))), len(v))
+    return gathered(f, count), columns
+
+
+def _pushed(network: Network, inputs: Inputs, tangents: dict[str, Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
+    if not wants_slopes(inputs):
+        with contextlib.suppress(
+            NotImplementedError
+        ):  # an operation with neither a forward rule nor a second derivative
+            return pushed(network.replica, inputs, tangents, network.forward_mode, network.plain)
+    tangent = network.linearise(inputs)
+    return tangent.network_output, _along(tangent, v)
+
+
+def _by_jacobians(network: Network, inputs: Inputs, v: Tensor, chosen: ChosenOutputs | None) -> tuple[Tensor, Tensor]:
+    outputs: list[Tensor] = []
+
+    def products() -> Iterator[Tensor]:
+        for _, tangent in network.tangents(inputs, chosen=chosen):
+            outputs.append(tangent.f.to(network.dtype))
+            yield _along(tangent, v)
+
+    columns = gathered(products(), network.count(inputs), 1)
+    return gathered(outputs, columns.shape[1]), columns
+
+
+def _along(tangent: Tangent, v: Tensor) -> Tensor:
+    """Return J v of the wanted outputs, (K, B, [T,] C), in runs of outputs that fit the byte budget."""
+    parts = (jacobian.jvp(v) for jacobian in tangent.runs())
+    return gathered(parts, torch.Size(tangent.shape).numel(), 2).unflatten(2, tangent.shape)
+
+
+def _runs(network: Network, count: int) -> Iterator[slice]:
+    """Yield runs of directions that are pushed together: as weights and at one sample they should fit the budget."""
+    device, bits = network.device, torch.finfo(network.dtype).bits
+    size = max(network.selection.total, network.footprint.width) * bits // 8
+    return runs(count, size, device, most=TOGETHER.get(device.type, TOGETHER["cuda"]))
+
+
+def _chunks(network: Network, inputs: Inputs, directions: int) -> Iterator[Inputs]:
+    """Yield the samples in chunks for which so many directions fit the byte budget.
+
+    A direction takes no more memory than a seed of a backward pass: it leaves nothing behind at the layers.
+    """
+    batch = network.count(inputs)
+    footprint = replace(network.footprint, whole=0)  # no Jacobian is formed
+    for part in footprint.chunks(batch, directions, network.dtype, network.device):
+        yield inputs if part == slice(0, batch) else network.take(inputs, part)

@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.inputs import Inputs
-from lapwing.core.schema import LARGEST, Sizes, Text, refused
-from lapwing.core.state import State, saved
+from lapwing.data.inputs import Inputs
 from lapwing.errors import FileError, ModelError
+from lapwing.runtime.state import LARGEST, Sizes, State, Text, refused, saved
 
 ROWS = 4  # inputs
 BYTES = 2**20  # of all of them together

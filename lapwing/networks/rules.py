@@ -1,6 +1,6 @@
 """Rules of operations: how gradients are pulled back through them, and how they use parameters.
 
-Here are products, convolutions, embeddings, activations, sums, reshapes and pooling; norms are in ``norm_rules.py``.
+Here are products, convolutions, embeddings, activations, sums, reshapes and pooling; the others are in ``pull.py``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lapwing.networks import uses
-from lapwing.networks.operation import NoRuleError, Source, Sources, operation, signed
-from lapwing.networks.uses import Factor, Node, Part, Use, output_shape
+from lapwing.networks.uses import Factor, Node, NoRuleError, Part, Source, Sources, Use, operation, output_shape, signed
 
 aten = torch.ops.aten
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.settings import Rule
 from lapwing.errors import ModelError
 from lapwing.networks.graph import Graph
+from lapwing.runtime.settings import Rule
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,24 +1,70 @@
-"""A posterior that consists of several functions: their spread is the uncertainty."""
+"""Posteriors with a few functions, one function, or independent weights of the last layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.inputs import Inputs
-from lapwing.core.schema import Array
-from lapwing.core.state import Part, State, saved
-from lapwing.errors import UnsupportedError
+from lapwing.data.inputs import Inputs
+from lapwing.errors import FileError, UnsupportedError
+from lapwing.networks.functionals import is_single_map, last_features
 from lapwing.networks.network import Network
-from lapwing.posteriors.point import PointPosterior
-from lapwing.posteriors.protocols import Posterior
+from lapwing.posteriors.base import Posterior, Reweightable
 from lapwing.problem import STATISTICS, Problem, Statistics
+from lapwing.runtime.state import SMALLEST, Array, Part, Real, State, saved
+from lapwing.runtime.threads import normal_rows
+from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class PointPosterior(Posterior, Reweightable):
+    """All mass at w̃: the plain network with its likelihood, the baseline for everything else."""
+
+    problem: Problem
+    statistics: Statistics
+    theta: Tensor
+    has_spread: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = True
+
+    def with_problem(self, problem: Problem) -> PointPosterior:
+        return replace(self, problem=problem)
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        return _certain(self._f(x), joint)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return _certain(outputs.of(self._f(x)), joint)
+
+    def _f(self, x: Inputs) -> Tensor:
+        network = self.problem.network
+        return network(x).to(network.dtype)
+
+    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        return self.theta.expand(n, -1).clone()
+
+    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
+        network = self.problem.network
+        return network(x).to(network.dtype).expand(n, *([-1] * (len(network.output_shape) + 1))).clone()
+
+    def state(self) -> State:
+        return State("PointPosterior", {"statistics": asdict(self.statistics)}, {"theta": self.theta})
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> PointPosterior:
+        return cls(problem, **state.read(statistics=STATISTICS, theta=Array(("P",), dtype=problem.network.dtype)))
+
+
+def _certain(f: Tensor, joint: bool) -> FunctionGaussian:
+    """Return the belief in f (B, [T,] C) without spread."""
+    if joint:
+        return FunctionGaussian.across(f, f.new_zeros(f.numel(), f.numel()))
+    none = lambda: torch.zeros_like(f)
+    return FunctionGaussian(f, Deferred(none, lambda: f.new_zeros(*f.shape, f.shape[-1]), none))
 
 
 class Members(Protocol):
@@ -106,3 +152,103 @@ def outputs_of(members: Members, network: Network, x: Inputs) -> Tensor:
 def mean_of(members: Callable[[Inputs], Tensor]) -> Callable[[Inputs], Tensor]:
     """Return the mean of the members as a function of the inputs, in float64."""
     return lambda x: members(x).double().mean(0)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class MeanFieldPosterior(Posterior):
+    """W ~ N(mean, diag(variance)) for f = W a, with a the input of the last layer and a one for its bias.
+
+    Outputs are independent, f_c ~ N(m_c·a, Σ_i v_ci a_i²): exactly, since the network is linear in W. The mean is not
+    the output of the network. A prediction costs one forward pass.
+    """
+
+    problem: Problem
+    mean: Tensor  # (C, D), float64
+    variance: Tensor  # (C, D), float64
+    statistics: Statistics  # of the network itself
+    theta: Tensor  # w̃, (P,)
+    elbo: float  # below log p(D) for Gaussian noise; else estimated by the draws of the search, and a little too high
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        a = features(self.problem.network, x)
+        mean = (a @ self.mean.mT).to(self.theta.dtype)
+        if joint:
+            blocks = torch.einsum("bi,ci,di->cbd", a, self.variance, a).to(mean)  # (C, B, B)
+            cov = torch.diag_embed(blocks.permute(1, 2, 0), dim1=1, dim2=3)  # (B, C, B, C)
+            return FunctionGaussian(mean, cov, joint=True)
+        variance = (a.square() @ self.variance.mT).to(mean)
+        return FunctionGaussian(
+            mean, Deferred(lambda: variance, lambda: torch.diag_embed(variance), lambda: _centred(variance))
+        )
+
+    def plain(self) -> PointPosterior:
+        return PointPosterior(self.problem, self.statistics, self.theta)
+
+    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n functions, (n, B, C): one draw of the weights for all inputs."""
+        a = features(self.problem.network, x)
+        return torch.einsum("bi,nci->nbc", a, self._drawn(n, generator)).to(self.theta.dtype)
+
+    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n sets of weights, (n, P): those of ``function_samples``."""
+        network = self.problem.network
+        parameters = dict(network.layout[0].spread(self._drawn(n, generator).unsqueeze(1)))
+        return torch.cat([parameters[name] for name in network.selection.names], -1).to(self.theta.dtype)
+
+    def _drawn(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Draw n matrices, (n, C, D)."""
+        noise = normal_rows(n, self.mean.numel(), generator, self.mean).reshape(n, *self.mean.shape)
+        return self.mean + self.variance.sqrt() * noise
+
+    def state(self) -> State:
+        settings = {"statistics": asdict(self.statistics), "elbo": self.elbo}
+        tensors = {"theta": self.theta, "mean": self.mean, "variance": self.variance}
+        return State("MeanFieldPosterior", settings, tensors)
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> MeanFieldPosterior:
+        network = problem.network
+        if not is_single_map(network):
+            raise FileError("the weights of a mean-field posterior are no single linear map; expected a last layer")
+        _, outputs, width = network.layout[0].form
+        matrix = Array((outputs, width), dtype=torch.float64)
+        fields = state.read(
+            theta=Array(("P",), dtype=network.dtype), mean=matrix, elbo=Real(), statistics=STATISTICS,
+            variance=Array((outputs, width), SMALLEST, dtype=torch.float64),
+        )  # fmt: skip
+        return cls(problem, **fields)
+
+
+def _centred(variance: Tensor) -> Tensor:
+    """Return the variance of each output after the mean over outputs is taken off, for independent outputs (B, C)."""
+    count = variance.shape[-1]
+    return variance * (1 - 2 / count) + variance.sum(-1, keepdim=True) / count**2
+
+
+def features(network: Network, x: Inputs) -> Tensor:
+    """Return the input (B, D) of the last layer in float64, in runs of inputs that fit the byte budget."""
+    return network.in_runs(x, checked_features(network))
+
+
+def checked_features(network: Network) -> Callable[[Inputs], Tensor]:
+    """Return a function that computes the input of the last layer, and raises if outputs are not W a."""
+
+    def run(x: Inputs) -> Tensor:
+        both = last_features(network, x)
+        if both is None:
+            raise UnsupportedError(
+                "the last layer is used several times for one input, as for tokens or pixels; expected once. Use "
+                "Diagonal() or Kron() with weights=lw.last_layer."
+            )
+        a, f = (t.detach().double() for t in both)
+        weights = network.layout[0].arrange(network.selection.split(network.theta().double()))[0]
+        gap, size = (f - a @ weights.mT).abs().max(), f.abs().max().clamp_min(1.0)
+        if not bool(gap <= torch.finfo(network.arithmetic).eps ** 0.5 * size):
+            raise UnsupportedError(
+                f"the outputs differ from the last layer's by up to {float(gap):.3g}; expected the same. Something "
+                "follows the last layer, such as a nonlinearity or a factor: use Diagonal() with weights=lw.last_layer."
+            )
+        return a
+
+    return run

@@ -10,23 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.data import Data
-from lapwing.core.function_samples import FunctionSamples
-from lapwing.core.gaussian import Deferred, FunctionGaussian
-from lapwing.core.inputs import Inputs, check_finite
-from lapwing.core.random import uniform
-from lapwing.core.schema import ROUNDING, SMALLEST, Array, ListOf, Maybe, Real, Record, Text, Whole
-from lapwing.core.slopes import differentiable_beliefs
-from lapwing.core.state import Part, State, Unread, saved
-from lapwing.core.trace import TRACE, Trace, trace_settings
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Inputs, check_finite
 from lapwing.errors import FileError, UnsupportedError
-from lapwing.likelihoods.protocol import Likelihood
-from lapwing.networks.directional import outputs_along
+from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.functionals import Functional
-from lapwing.posteriors.beliefs import beliefs_at
-from lapwing.posteriors.draws import drawn_predictive, numbers_of
-from lapwing.posteriors.protocols import (
+from lapwing.networks.passes import outputs_along
+from lapwing.posteriors.base import (
     HasDeviations,
     HasFunctionSamples,
     HasVarianceOf,
@@ -34,9 +24,29 @@ from lapwing.posteriors.protocols import (
     Posterior,
     required,
 )
-from lapwing.posteriors.updating import SUM, Updatable, remarked
-from lapwing.predictives.protocol import Mixable
+from lapwing.posteriors.draws import drawn_predictive, numbers_of
+from lapwing.posteriors.weight_space import SUM, Updatable, beliefs_at, remarked
+from lapwing.predictives.base import Mixable
 from lapwing.problem import Problem, Statistics
+from lapwing.runtime.state import (
+    ROUNDING,
+    SMALLEST,
+    Array,
+    ListOf,
+    Maybe,
+    Part,
+    Real,
+    Record,
+    State,
+    Text,
+    Unread,
+    Whole,
+    saved,
+)
+from lapwing.runtime.threads import uniform
+from lapwing.runtime.trace import TRACE, Trace, trace_settings
+from lapwing.values.functions import FunctionSamples, differentiable_beliefs
+from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
 SHOWN = 4  # offsets of the logits that a summary lists

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -10,24 +11,25 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.gaussian import Deferred, FunctionGaussian
-from lapwing.core.inputs import Inputs
-from lapwing.core.schema import Array, Maybe, Real, Whole
-from lapwing.core.settings import require_integer
-from lapwing.core.state import State, saved
-from lapwing.core.trace import TRACE, Trace, trace_settings
+from lapwing.data.inputs import Inputs
 from lapwing.errors import UnsupportedError
-from lapwing.linalg.logdet import Logdet
+from lapwing.linalg.krylov import Logdet
 from lapwing.linalg.operators import Solution
-from lapwing.networks.directional import outputs_along
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.posteriors.protocols import Linearised
+from lapwing.networks.network import Network
+from lapwing.networks.passes import outputs_along
+from lapwing.posteriors.base import Linearised, Posterior
+from lapwing.posteriors.members import PointPosterior, spread
 from lapwing.posteriors.weight_space import Mode
-from lapwing.priors.bound import BoundPrior
+from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
+from lapwing.runtime.settings import require_integer
+from lapwing.runtime.state import Array, Maybe, Real, State, Whole, saved
+from lapwing.runtime.threads import derived_generator
+from lapwing.runtime.trace import TRACE, Trace, trace_settings
+from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
 
 class Solver(Protocol):
@@ -253,3 +255,61 @@ class StoredSamples:
         same = torch.equal(problem.prior.vector.detach(), self.precision)
         if not same or not torch.equal(problem.likelihood.dispersion.detach(), self.dispersion):
             raise UnsupportedError("samples from a file belong to the prior and noise they were saved with; fit again.")
+
+
+class WeightDraws(Protocol):
+    """The network under ``count`` draws of its weights; draw k has the seed ``seed + k`` at all inputs.
+
+    Classes inherit from it and define ``drawn``. Draws are not kept but made again for every call.
+    """
+
+    network: Network
+    count: int
+    seed: int
+
+    def drawn(self, generator: torch.Generator | None) -> Tensor:
+        """Draw a step from w̃, (P,)."""
+        ...
+
+    def __call__(self, x: Inputs) -> Tensor:
+        """Return the outputs of all draws, (K, B, [T,] C)."""
+        return torch.stack([self.outputs(x, self.numbered(k)) for k in range(self.count)])
+
+    def outputs(self, x: Inputs, d: Tensor) -> Tensor:
+        """Return f (B, [T,] C) with the weights moved by d (P,)."""
+        return self.network.at(d, x)
+
+    def numbered(self, k: int) -> Tensor:
+        """Return draw k as a step from w̃, (P,)."""
+        return self.drawn(derived_generator(torch.Generator().manual_seed(self.seed + k), torch.empty(0)))
+
+
+class Drawn(Posterior, Protocol):
+    """f(x) ~ N(mean of the draws, covariance of the draws). A prediction costs one forward pass for each draw."""
+
+    problem: Problem
+    draws: WeightDraws
+    statistics: Statistics  # of the mean of the draws
+    theta: Tensor  # w̃, (P,)
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        return spread(self.draws(x).to(self.theta.dtype), joint)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return spread(outputs.of(self.draws(x).to(self.theta.dtype)), joint)
+
+    def plain(self) -> PointPosterior:
+        return PointPosterior(self.problem, self.statistics, self.theta)
+
+    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n outputs of the network, (n, B, [T,] C); without a generator those of the seeds seed, seed + 1, ..."""
+        return torch.stack([self.draws.outputs(x, d).to(self.theta.dtype) for d in self._steps(n, generator)])
+
+    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n sets of weights, (n, P): those of ``function_samples``."""
+        return torch.stack([self.theta + d for d in self._steps(n, generator)])
+
+    def _steps(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Draw n steps from w̃, (P,) each, one after another."""
+        draws = self.draws
+        return (draws.numbered(k) if generator is None else draws.drawn(generator) for k in range(n))

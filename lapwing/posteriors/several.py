@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.inputs import Inputs
-from lapwing.core.state import State
-from lapwing.core.trace import Trace
+from lapwing.data.inputs import Inputs
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.network import Network
+from lapwing.posteriors.base import HasFunctionSamples, Posterior, required
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
-from lapwing.posteriors.protocols import HasFunctionSamples, Posterior, required
 from lapwing.problem import Problem, Statistics
+from lapwing.runtime.state import State
+from lapwing.runtime.trace import Trace
+from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian
 
 
 @dataclass(frozen=True, eq=False)

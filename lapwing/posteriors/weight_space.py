@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from lapwing.core.chosen import ChosenOutputs
-from lapwing.core.data import Data
-from lapwing.core.gaussian import Deferred, FunctionGaussian
-from lapwing.core.inputs import Inputs
-from lapwing.core.memory import PIECE, budget, evenly, gathered
-from lapwing.core.random import normal_rows
-from lapwing.core.schema import Array, Maybe, Real
-from lapwing.core.settings import require_integer
-from lapwing.core.state import Part, State, saved
-from lapwing.core.trace import TRACE, Trace, trace_settings
-from lapwing.curvature.draws import Estimate
-from lapwing.curvature.protocols import (
+from lapwing.curvature.base import (
     BoundsLogdet,
     Curvature,
     HasFindings,
@@ -31,18 +21,133 @@ from lapwing.curvature.protocols import (
     SaysWhatIsMissing,
     SharesRotation,
 )
-from lapwing.curvature.sweep import PerOutputCurvature
-from lapwing.errors import FileError
-from lapwing.networks.directional import outputs_along
+from lapwing.curvature.sweep import Estimate, PerOutputCurvature
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Inputs
+from lapwing.errors import FileError, UnsupportedError
 from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
-from lapwing.posteriors import pushforward
+from lapwing.networks.passes import outputs_along
+from lapwing.networks.tangent import Tangent
+from lapwing.posteriors import draws
+from lapwing.posteriors.base import Linearised
 from lapwing.posteriors.draws import numbered_normals
-from lapwing.posteriors.protocols import Linearised
-from lapwing.posteriors.updating import SummedBy, SumsData, with_more
-from lapwing.priors.bound import BoundPrior
-from lapwing.problem import STATISTICS, Problem, Statistics
+from lapwing.priors.base import BoundPrior
+from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
+from lapwing.runtime.memory import PIECE, budget, evenly, gathered
+from lapwing.runtime.settings import require_integer
+from lapwing.runtime.state import Array, Field, Maybe, Part, Real, State, Text, saved
+from lapwing.runtime.threads import normal_rows
+from lapwing.runtime.trace import TRACE, Trace, trace_settings
+from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
+
+M = TypeVar("M", bound=type)
+SUM = "sum over the data that others can be added to, as Full, Diagonal, Kron and KernelSpace have"
+Sums = tuple[Curvature | PerOutputCurvature, Statistics, Estimate | None]
+
+
+class SumsData(Protocol):
+    """A method whose posterior is a sum over the data, with its settings: the sums of two data sets add up."""
+
+    def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
+        """Return the curvature, the statistics, and how the curvature was estimated if it was."""
+        ...
+
+    saved_settings: ClassVar[Mapping[str, Field]]  # all of its settings, as files hold them
+
+
+_METHODS: dict[str, Any] = {}
+
+
+def sums_data(cls: M) -> M:
+    """Register a method whose posterior is a sum over the data, so that files can say how it was made. A decorator.
+
+    Raises:
+        UnsupportedError: If another method has the name already.
+    """
+    known = _METHODS.get(cls.__name__, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise UnsupportedError(
+            f"files already know a method {cls.__name__!r}, from {known.__module__}; give this one another name."
+        )
+    _METHODS[cls.__name__] = cls
+    return cls
+
+
+@saved
+class SummedBy:
+    """The method of a posterior in a file: its name and its settings."""
+
+    @staticmethod
+    def state(method: SumsData) -> State:
+        """Return the method as plain data."""
+        settings = {name: getattr(method, name) for name in method.saved_settings}
+        return State("SummedBy", {"name": type(method).__name__, **settings})
+
+    @classmethod
+    def from_state(cls, state: State) -> Any:
+        """Build the method again."""
+        name = state.settings.get("name")
+        known = _METHODS[name].saved_settings if name in _METHODS else {}
+        fields = state.read(name=Text(tuple(_METHODS)), **known)
+        return _METHODS[fields.pop("name")](**fields)
+
+
+@runtime_checkable
+class Updatable(Protocol):
+    """A posterior that takes more data."""
+
+    def updated(self, data: Data, generator: torch.Generator | None = None) -> Any:
+        """Return the posterior of the old data and these, at the same weights w̃, prior and noise."""
+        ...
+
+
+def with_more(posterior: WeightPosterior, data: Data, generator: torch.Generator | None) -> WeightPosterior:
+    """Return the posterior with the sums over these data added to its own."""
+    method = posterior.method
+    if method is None:
+        raise UnsupportedError(
+            "this posterior is no sum over the data, or its file does not say how the sum was made; expected one of "
+            "Full, Diagonal, Kron or KernelSpace. Fit all the data again."
+        )
+    if posterior.mode is not None or posterior.problem.network.shift is not None:
+        raise UnsupportedError(
+            "this posterior has an optimum of the tangent model (LinearMode), which belongs to the old data; expected "
+            "one without. Update the posterior that it came from, and tune that with all the data."
+        )
+    problem, losses = posterior.problem, ()
+    if isinstance(posterior.curvature, PerOutputCurvature):  # its parts are in units of the first noise
+        problem = problem.with_likelihood(problem.likelihood.with_noise(posterior.curvature.start))
+    curvature, statistics, estimate = method.summed(problem, data, generator)
+    if posterior.statistics.losses:
+        residuals = mean_squared_residual(problem.network, problem.likelihood, data)
+        losses = tuple((0.5 * statistics.data * residuals).tolist())
+    return replace(
+        posterior,
+        curvature=posterior.curvature + curvature,  # type: ignore[operator]
+        statistics=posterior.statistics + replace(statistics, losses=losses),
+        estimate=_pooled(posterior, estimate, statistics.data),
+        trace=remarked(posterior.trace, statistics.data),
+    )
+
+
+def remarked(trace: Trace | None, count: float) -> Trace:
+    """Return the trace with a remark that so many data came after its tuner."""
+    trace = Trace("") if trace is None else trace
+    remark = f"{count:,.10g} data were added later: prior, noise and weights of a mixture are those of the data before."
+    return replace(trace, findings=(*trace.findings, remark))
+
+
+def _pooled(posterior: WeightPosterior, estimate: Estimate | None, count: float) -> Estimate | None:
+    """Return how the sum of both curvatures was estimated; errors of independent sums add up by their squares."""
+    both = [(each, n) for each, n in ((posterior.estimate, posterior.statistics.data), (estimate, count)) if each]
+    if not both:
+        return None
+    total = posterior.statistics.data + count
+    error = sum((each.error * n / total) ** 2 for each, n in both) ** 0.5
+    return Estimate(max(each.draws for each, _ in both), error)
+
 
 ROUNDED = 1e-2  # condition number times the squared rounding unit, above which a variance may be 1 % off
 WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
@@ -162,7 +267,7 @@ class WeightPosterior(Linearised):
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network
         if joint:
-            return FunctionGaussian.across(*pushforward.joint(self.precision.cross, network, x))
+            return FunctionGaussian.across(*draws.joint(self.precision.cross, network, x))
         if network.output_shape[-1] <= WIDE:
             return FunctionGaussian(*self._quadratic(x, full=True))
         return FunctionGaussian(network(x).to(network.dtype), self._deferred(x))
@@ -191,9 +296,9 @@ class WeightPosterior(Linearised):
             for _, tangent in network.tangents(x, chosen=outputs):
                 means.append(tangent.f.to(network.dtype))
                 if full:
-                    yield pushforward.covariances(self.precision, tangent)
+                    yield draws.covariances(self.precision, tangent)
                 else:
-                    yield pushforward.variances(self.precision, tangent, centred)
+                    yield draws.variances(self.precision, tangent, centred)
 
         cov = gathered(parts(), network.count(x))
         return gathered(means, len(cov)), cov
@@ -397,3 +502,60 @@ class WeightPosterior(Linearised):
         if each and problem.likelihood.ratios is None:
             raise FileError("one curvature for each output and one noise for all; expected a noise for each")
         return cls(problem, **fields, mode=mode, estimate=estimate)
+
+
+def beliefs_at(members: Sequence[Any], x: Inputs, outputs: ChosenOutputs | None = None) -> list[FunctionGaussian]:
+    """Return the belief of every posterior about all or some outputs at x, by one pass of each network.
+
+    With many outputs each posterior passes by itself, so that no (B, C, C) covariance need be built.
+    """
+    by_model: dict[int, list[int]] = {}
+    for number, each in enumerate(members):
+        by_model.setdefault(id(each.problem.network.model), []).append(number)
+    beliefs: dict[int, FunctionGaussian] = {}
+    for numbers in by_model.values():
+        beliefs.update(zip(numbers, _of_one_network([members[i] for i in numbers], x, outputs), strict=True))
+    return [beliefs[number] for number in range(len(members))]
+
+
+def _of_one_network(members: Sequence[Any], x: Inputs, outputs: ChosenOutputs | None) -> list[FunctionGaussian]:
+    """Return the belief of every posterior, all of the same network."""
+    network = members[0].problem.network
+    alone = lambda each: each(x) if outputs is None else each.chosen(x, outputs)
+    shape = network.output_shape if outputs is None else outputs.shape(network.output_shape)
+    if shape[-1] > WIDE:
+        return [alone(each) for each in members]
+    linearised = [each for each in members if each.linearised]
+    if len({id(each.shared) for each in linearised}) == 1:  # one use of the Jacobian
+        network = linearised[0].passing
+    means: list[Tensor] = []
+
+    def parts() -> Iterator[Tensor]:
+        for _, tangent in network.tangents(x, chosen=outputs):
+            means.append(tangent.f.to(network.dtype))
+            yield member_covariances(linearised, tangent)
+
+    covs = iter(gathered(parts(), network.count(x), 1) if linearised else ())
+    mean = gathered(means, network.count(x)) if linearised else network.theta()[:0]
+    return [FunctionGaussian(mean, next(covs)) if each.linearised else alone(each) for each in members]
+
+
+def member_covariances(members: Sequence[Any], tangent: Tangent) -> Tensor:
+    """Return the covariance of the wanted outputs under every posterior, (K, B, [T,] C, C), from one Jacobian of them.
+
+    Where the outputs of all tokens do not fit the byte budget, tokens are taken in runs.
+    """
+    groups: dict[int, list[int]] = {}
+    for i, each in enumerate(members):
+        groups.setdefault(id(each.shared), []).append(i)
+
+    def of_run(jacobian: LayerJacobians) -> Tensor:
+        out: list[Tensor] = [torch.empty(0)] * len(members)
+        for numbers in groups.values():
+            together = [members[i] for i in numbers]
+            for i, cov in zip(numbers, together[0].covariances(jacobian, together), strict=True):
+                out[i] = cov
+        return torch.stack(out)  # (K, B, tokens, C, C)
+
+    cov = gathered(map(of_run, tangent.runs(whole_tokens=True)), tangent.tokens, 2)
+    return cov.reshape(len(members), -1, *tangent.shape, tangent.shape[-1])

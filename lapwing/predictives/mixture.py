@@ -11,19 +11,22 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from lapwing.core.memory import gathered, runs
-from lapwing.core.random import uniform
-from lapwing.core.settings import require_integer
-from lapwing.predictives.densities import cdf, log_density, quantile, whole_quantile
-from lapwing.predictives.protocol import (
+from lapwing.predictives.base import (
     ClassPredictive,
     LabelPredictive,
     MultilabelPredictive,
     NumberPredictive,
+    NumberScoring,
     Predictive,
+    cdf,
     checked_numbers,
+    log_density,
+    quantile,
+    whole_quantile,
 )
-from lapwing.predictives.scoring import NumberScoring
+from lapwing.runtime.memory import gathered, runs
+from lapwing.runtime.settings import require_integer
+from lapwing.runtime.threads import uniform
 
 REACH = 14.0  # sinh(14) standard deviations on either side of the mean: nothing is beyond, for Student tails either
 NODES = 512  # of the entropy's integral

@@ -3,7 +3,7 @@
 A number given to a prior is a precision, 1 / variance. Tuners, which learn precisions, are in ``lapwing.tuners``.
 """
 
-from lapwing.priors.filter_gp import FilterGP, filter_gp
+from lapwing.priors.filters import FilterGP, filter_gp
 from lapwing.priors.given import diagonal, g_prior, grouped, isotropic, per_layer, per_normalised_group
 
 __all__ = [

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lapwing.core.state import saved
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.networks.selection import Selection
-from lapwing.priors.bound import BoundPrior, Precisions, Prior, bind
+from lapwing.priors.base import BoundPrior, Precisions, Prior, bind
+from lapwing.runtime.state import saved
 
 
 @saved

@@ -4,17 +4,78 @@ from __future__ import annotations
 
 import json
 import math
+import platform
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from lapwing.core.atomic import write_atomically
-from lapwing.errors import UnsupportedError
-from lapwing.report import facts
-from lapwing.report.pictures import band_picture, learned_pictures, score_pictures
-from lapwing.report.svg import Picture
-from lapwing.report.uncertain import Looked
-from lapwing.report.verdict import percent, points, signed, verdict_of
+import torch
+
+from lapwing.decisions.decides import Decides
+from lapwing.errors import LapwingError, UnsupportedError
+from lapwing.networks.forward import outside_autocast
+from lapwing.report.pictures import Picture, band_picture, learned_pictures, score_pictures
+from lapwing.report.verdict import Looked, look, percent, points, signed, verdict_of
+from lapwing.runtime.files import refuse_no_folder, write_atomically
+from lapwing.runtime.settings import PATH, Rule, is_integer
+
+PACKAGES = ("lapwing", "torch", "matplotlib", "jinja2")
+
+
+def configuration(posterior: Any) -> dict[str, str]:
+    """Return method, weights, likelihood, prior, noise and tuner in words."""
+    selection, base, trace = posterior.network.selection, posterior.base, posterior.trace
+    total = sum(p.numel() for p in posterior.network.model.parameters())
+    prior, centre = base.problem.prior, "" if posterior.posterior is base else " at the centre of the mixture"
+    facts = {
+        "model": type(posterior.network.model).__name__,
+        "method": posterior.method or type(base).__name__,
+        "weights with error bars": f"{selection.size:,} of {total:,}",
+        "likelihood": type(posterior.likelihood).__name__,
+        "prior": f"{type(getattr(prior, 'given', prior)).__name__}, precision {_numbers(prior.values)}{centre}",
+    }
+    if posterior.why:
+        facts["reason for the method"] = posterior.why
+    if posterior.likelihood.noise_variance is not None:
+        facts["noise variance"] = _numbers(posterior.likelihood.noise_variance)
+    facts["hyperparameters"] = f"by {trace.tuner}" if trace is not None and trace.tuner else "as given, not tuned"
+    if posterior.posterior is not base:
+        facts["mixture"] = posterior.posterior.described()
+    return facts
+
+
+def findings(posterior: Any) -> list[str]:
+    """Return the remarks of the posterior, of its tuner and on the size of its network."""
+    return [*posterior.findings, *_advice(posterior)]
+
+
+def _advice(posterior: Any) -> Iterator[str]:
+    try:
+        yield from posterior.effective_parameters().findings
+    except LapwingError:
+        return
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything that could change the numbers."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = str(torch.__version__) if name == "torch" else version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def _numbers(values: torch.Tensor) -> str:
+    """Return up to three numbers as text, and their range if there are more."""
+    flat = values.detach().double().flatten()
+    if len(flat) <= 3:
+        return ", ".join(f"{value:.3g}" for value in flat.tolist())
+    return f"{float(flat.min()):.3g} to {float(flat.max()):.3g} ({len(flat):,} of them)"
+
 
 TEMPLATE = Path(__file__).with_name("page.html")
 WORDS = {  # what scores are, for readers who do not know their names
@@ -68,8 +129,8 @@ def written(posterior: Any, evaluation: Any, looked: Looked, path: Path, source:
     environment = template()
     verdict = verdict_of(evaluation, posterior.posterior.has_spread)
     pictures, learned, missing, numbers = _drawn(posterior, evaluation, looked)
-    about = {"configuration": facts.configuration(posterior), "versions": facts.versions(),
-             "findings": facts.findings(posterior), "seed": source.seed, "command": source.command}  # fmt: skip
+    about = {"configuration": configuration(posterior), "versions": versions(),
+             "findings": findings(posterior), "seed": source.seed, "command": source.command}  # fmt: skip
     scores = {key: value for key, value in evaluation.to_json().items() if not key.endswith("seconds")}
     shown = {"measure": looked.measure, "among": looked.count,
              "rows": [{k: v for k, v in asdict(row).items() if k != "image"} for row in looked.rows]}  # fmt: skip
@@ -176,3 +237,77 @@ def template() -> Any:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+
+
+TEXT = Rule("a text, or None", lambda v: isinstance(v, str | None))
+SEED = Rule("an integer, or None", lambda v: v is None or is_integer(v))
+
+
+class Reports(Decides, Protocol):
+    """A posterior that describes itself in one page. ``Fitted`` inherits from it."""
+
+    @outside_autocast
+    def report(
+        self,
+        data: Iterable[Any],
+        path: str | Path,
+        *,
+        title: str | None = None,
+        level: float = 0.95,
+        resamples: int = 1000,
+        seed: int | None = None,
+        command: str | None = None,
+        date: str | None = None,
+        target_key: str | None = None,
+        progress: bool | None = None,
+    ) -> Report:
+        """Write one self-contained HTML page: is it calibrated, is it better than the plain network, where is it not.
+
+        The page opens with a verdict in words, which follows from the numbers by rules that it states. Then come a
+        table of scores with bootstrap intervals, pictures, the most uncertain inputs, what was learned, and how the
+        posterior came about. It needs no network and is smaller than 1 MB; its numbers are in it as JSON. Equal calls
+        write equal files. It needs ``pip install 'lapwing[report]'``.
+
+        Args:
+            data: Data as for ``fit``, with targets, that were not used for the fit; read twice, the second
+                time 2,000 inputs at most.
+            path: Where to write the page.
+            title: Its heading; the name of the model by default.
+            level: The probability of the intervals whose coverage is scored, for numbers.
+            resamples: How often the inputs are drawn again for bootstrap intervals.
+            seed: The seed of the training or the fit, to be noted in the page.
+            command: The command that made the page, to be noted in it.
+            date: A date to be noted in the page; none by default, so that equal calls write equal files.
+            target_key: The key of the target in batches that are mappings, as for ``fit``.
+            progress: Whether to show a progress bar; None shows one on a terminal.
+
+        Returns:
+            The report, with its ``path``, its ``verdict`` and its ``numbers``; ``print`` shows the verdict.
+
+        Raises:
+            ModelError: If the model's weights have changed since the fit.
+            DataError: If data are empty, not finite or do not fit the likelihood.
+            UnsupportedError: If Matplotlib or Jinja2 is not installed.
+            FileError: If the page cannot be written.
+
+        Cost: that of ``evaluate``, predictions for at most 2,000 inputs, 37 factorisations for the evidence curve, and
+        a second or two for the pictures.
+
+        >>> import tempfile, torch, lapwing as lw
+        >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)
+        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = posterior.report([(x, x.sin())], folder + "/report.html")
+        >>> page.verdict.startswith("The error bars are")
+        True
+        """
+        PATH.check("path", path)
+        for name, text in (("title", title), ("command", command), ("date", date)):
+            TEXT.check(name, text)
+        SEED.check("seed", seed)
+        template()  # nothing is computed if a package is missing, or a folder
+        refuse_no_folder(Path(path).resolve())
+        evaluation = self.evaluate(data, level=level, resamples=resamples, target_key=target_key, progress=progress)
+        looked = look(self, data, target_key, progress)
+        heading = title or f"Error bars of {type(self.network.model).__name__}"
+        return written(self, evaluation, looked, Path(path), Source(heading, seed, command, date))

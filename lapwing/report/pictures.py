@@ -2,21 +2,83 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any
 
 import torch
 
 from lapwing import plots
 from lapwing.errors import LapwingError
-from lapwing.plots.canvas import new_axis, thinned
-from lapwing.plots.hyperparameters import MOST_LAYERS, EvidenceCurve, trace_with_steps
-from lapwing.plots.observed import LEVELS, Residuals, observed_coverage, reliability_points, risk_of, separate
-from lapwing.report.svg import Picture, inline_svg
-from lapwing.report.uncertain import Looked
-from lapwing.report.verdict import percent
+from lapwing.plots import (
+    COLOURS,
+    INK,
+    LEVELS,
+    MOST_LAYERS,
+    EvidenceCurve,
+    Residuals,
+    new_axis,
+    observed_coverage,
+    reliability_points,
+    risk_of,
+    separate,
+    thinned,
+    trace_with_steps,
+)
+from lapwing.report.verdict import Looked, percent
+
+# Colours that follow the page, which is light or dark; those of text and lines are the colour of its text.
+VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)}
+VARIABLES |= {INK: "currentColor", "#000000": "currentColor"}
+_HEADER = re.compile(r"^.*?<svg[^>]*?viewBox=\"([^\"]*)\"[^>]*>", re.DOTALL)
+_METADATA = re.compile(r"<metadata>.*?</metadata>\s*", re.DOTALL)
+_COMMENT = re.compile(r"<!--.*?-->\s*", re.DOTALL)
+_STYLE = re.compile(r"<defs>\s*<style.*?</style>\s*</defs>\s*", re.DOTALL)  # it would hold for the whole page
+_ID = re.compile(r"(\bid=\"|url\(#|href=\"#)([^\")]+)")
+_UNSIZED = re.compile(r"(-?\d+\.\d{2})\d+")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An inline SVG with a heading, a caption, and a description for those who do not see it."""
+
+    name: str  # unique in the page
+    heading: str
+    caption: str
+    alt: str
+    svg: str
+
+
+def inline_svg(name: str, ax: Any, alt: str) -> str:
+    """Return the figure of an axis as an SVG element for a page.
+
+    Equal figures give equal text. All ids start with ``name``, so that several pictures fit in one page.
+    """
+    import matplotlib
+
+    figure, written = ax.figure, io.StringIO()
+    figure.patch.set_visible(False)
+    for axis in figure.axes:
+        axis.patch.set_visible(False)
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    text = _STYLE.sub("", _COMMENT.sub("", _METADATA.sub("", written.getvalue())))
+    box = _HEADER.match(text)
+    assert box is not None
+    text = _ID.sub(rf"\g<1>{name}-\g<2>", text[box.end() :])
+    text = _UNSIZED.sub(r"\1", text)  # hundredths of a point are enough
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, variable)
+    label = escape(alt, quote=True)
+    return (
+        f'<svg viewBox="{box[1]}" role="img" aria-labelledby="{name}-title" xmlns:xlink="http://www.w3.org/1999/xlink">'
+        f'<title id="{name}-title">{label}</title>{text}'
+    )
+
 
 SIZE = (4.0, 3.1)  # inches: text stays readable on a phone
 

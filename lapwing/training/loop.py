@@ -12,25 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.batches import Batch
-from lapwing.core.data import Data
-from lapwing.core.parts import next_epoch
-from lapwing.core.progress import ProgressBar
-from lapwing.core.random import Stream
-from lapwing.core.reading import Readings
+from lapwing.data.batches import Data, Readings
+from lapwing.data.inputs import Batch
+from lapwing.data.samples import next_epoch
 from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
-from lapwing.likelihoods.protocol import Likelihood
-from lapwing.likelihoods.weighted import weighted_count, weighted_loss
-from lapwing.methods.protocol import refuse_processes
+from lapwing.likelihoods.base import Likelihood, weighted_count, weighted_loss
+from lapwing.methods.base import refuse_processes
 from lapwing.networks.forward import raw_output, shaped
 from lapwing.networks.network import Network
-from lapwing.posteriors.protocols import Tunable
+from lapwing.posteriors.base import Tunable
 from lapwing.problem import Problem, data_count
-from lapwing.training.buffers import Buffers
-from lapwing.training.optimisers import packed, unpacked
-from lapwing.training.recipe import Recipe
-from lapwing.training.state import Epoch, State, refuse_other_recipe, refuse_other_weights
-from lapwing.tuners.protocol import checked_tuner
+from lapwing.runtime.threads import ProgressBar, Stream
+from lapwing.training.recipe import Recipe, packed, unpacked
+from lapwing.training.state import Buffers, Epoch, State, refuse_other_recipe, refuse_other_weights
+from lapwing.tuners.base import checked_tuner
 
 OTHER_PROCESS = 15_485_863  # between the seeds of two processes, above any number of epochs
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.core import state as plain
-from lapwing.core.container import read, write
-from lapwing.core.schema import (
+from lapwing.data.processes import Processes
+from lapwing.errors import FileError
+from lapwing.runtime import state as plain
+from lapwing.runtime.files import read, write
+from lapwing.runtime.state import (
     ABOVE_ZERO,
     LARGEST,
     SMALLEST,
@@ -26,8 +28,50 @@ from lapwing.core.schema import (
     Text,
     Whole,
 )
-from lapwing.errors import FileError
-from lapwing.training.optimisers import OPTIMISERS
+from lapwing.training.recipe import OPTIMISERS
+
+
+@dataclass(frozen=True, eq=False)
+class Buffers:
+    """The buffers of a model before an epoch, such as the running statistics of BatchNorm, which depend on the data."""
+
+    model: nn.Module
+    processes: Processes
+    before: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, processes: Processes) -> Buffers:
+        """Return a copy of the buffers as they are; none if there is one process."""
+        copied = () if processes.group is None else tuple(buffer.clone() for buffer in model.buffers())
+        return cls(model, processes, copied)
+
+    @torch.no_grad()
+    def average(self, rows: int) -> None:
+        """Replace buffers that changed by their mean over the processes, weighted by their data, and take the weights.
+
+        Whole numbers are those of the first process with the most data. Weights are the same up to rounding, which may
+        differ between machines; those of the first process are kept.
+        """
+        if self.processes.group is None:
+            return
+        now = list(self.model.buffers())
+        changed = [float(not torch.equal(a, b)) for a, b in zip(self.before, now, strict=True)]
+        (flags,) = self.processes.sum([torch.tensor(changed)])
+        counts = self.processes.each(rows)
+        chosen = counts.index(max(counts)) == self.processes.rank
+        share = rows / max(1, sum(counts))
+        moved = [buffer for buffer, flag in zip(now, flags.tolist(), strict=True) if flag]
+        weights = [share if buffer.is_floating_point() else int(chosen) for buffer in moved]
+        own = [
+            buffer * weight if weight else torch.zeros_like(buffer)
+            for buffer, weight in zip(moved, weights, strict=True)
+        ]
+        for buffer, total in zip(moved, self.processes.sum(own), strict=True):
+            buffer.copy_(total)
+        parameters = list(self.model.parameters())
+        for parameter, first in zip(parameters, self.processes.same(parameters), strict=True):
+            parameter.copy_(first)
+
 
 FORMAT = "lapwing-training-1"
 PRECISION = Either(Array((), SMALLEST), Array((None,), SMALLEST))

@@ -4,14 +4,12 @@ There is one class for each tuner, used as ``fit(..., tuner=lw.tuners.FixedPoint
 ``evidence_bound`` is the lower bound that ``MaximiseBound`` maximises. The evidence itself is a method of posteriors.
 """
 
-from lapwing.core.settings import refuse_other_settings
-from lapwing.tuners.budget import Budget
-from lapwing.tuners.evidence import Ascend, MaximiseEvidence
+from lapwing.runtime.settings import refuse_other_settings
+from lapwing.tuners.base import Ascend, MaximiseBound, MaximiseEvidence, evidence_bound
 from lapwing.tuners.fixed_point import FixedPoint, SampleEM
 from lapwing.tuners.held_out import CrossValidated, Grid, Temperature
-from lapwing.tuners.integrate import Integrate
 from lapwing.tuners.linear_mode import LinearMode
-from lapwing.tuners.maximise_bound import MaximiseBound, evidence_bound
+from lapwing.tuners.mixing import Budget, Integrate
 
 __all__ = [
     "Ascend", "Budget", "CrossValidated", "FixedPoint", "Grid", "Integrate", "LinearMode", "MaximiseBound",

@@ -10,18 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
-from lapwing.core.settings import DATA, FLAG, NONE, POSITIVE, one_of, require, require_integer
-from lapwing.core.trace import NOT_CONVERGED, Step, Trace
+from lapwing.data.batches import Data
 from lapwing.errors import DivergedError, UnsupportedError
-from lapwing.posteriors.effective import effective_parameters
-from lapwing.posteriors.protocols import SamplesGamma
+from lapwing.posteriors.base import SamplesGamma, effective_parameters
 from lapwing.posteriors.weight_space import Mode
 from lapwing.problem import Problem
-from lapwing.tangent.model import tangent_model
-from lapwing.tuners.evidence import Search, in_range
+from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, one_of, require, require_integer
+from lapwing.runtime.trace import NOT_CONVERGED, Step, Trace
+from lapwing.tangent import tangent_model
+from lapwing.tuners.base import Search, in_range, required_data
 from lapwing.tuners.linear_mode import ModeSolver
-from lapwing.tuners.protocol import required_data
 
 LARGEST_CHANGE = 10.0  # of a logarithm in one step: far from the fixed point the update overshoots
 MODES = ("tangent", "network")

@@ -11,19 +11,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
-from lapwing.core.function_samples import FunctionSamples
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.core.inputs import Inputs
-from lapwing.core.settings import DATA, FLAG, POSITIVE_VALUES, Rule, require, require_integer
-from lapwing.core.trace import Step, Trace
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Inputs
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.likelihoods.protocol import Likelihood
-from lapwing.networks.budget import temporary
+from lapwing.likelihoods.base import Likelihood
+from lapwing.networks.jacobians import temporary
+from lapwing.posteriors.base import HasEvidence
 from lapwing.posteriors.draws import Kept, drawn_beliefs, pieces
-from lapwing.posteriors.protocols import HasEvidence
 from lapwing.problem import Problem, sample_count
-from lapwing.tuners.cells import drawn_numbers
+from lapwing.runtime.settings import DATA, FLAG, POSITIVE_VALUES, Rule, require, require_integer
+from lapwing.runtime.trace import Step, Trace
+from lapwing.tuners.mixing import drawn_numbers
+from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import FunctionGaussian
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
 METRIC = Rule(

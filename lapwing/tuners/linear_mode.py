@@ -11,20 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
-from lapwing.core.settings import DATA, NONE, POSITIVE, Rule, one_of, require, require_integer
-from lapwing.core.trace import Step, Trace
-from lapwing.curvature.protocols import Preconditions
+from lapwing.curvature.base import Preconditions
+from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.linalg.cg import conjugate_gradients
+from lapwing.linalg.krylov import conjugate_gradients
 from lapwing.linalg.operators import Product
-from lapwing.methods.protocol import Method
+from lapwing.methods.base import Method
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
-from lapwing.priors.bound import group_starting_precisions
+from lapwing.priors.base import group_starting_precisions
 from lapwing.problem import Problem
-from lapwing.tangent.model import TangentModel, tangent_model
-from lapwing.tuners.evidence import LARGEST_SLOPE, Search, minimise
-from lapwing.tuners.protocol import required_data
+from lapwing.runtime.settings import DATA, NONE, POSITIVE, Rule, one_of, require, require_integer
+from lapwing.runtime.trace import Step, Trace
+from lapwing.tangent import TangentModel, tangent_model
+from lapwing.tuners.base import LARGEST_SLOPE, Search, minimise, required_data
 
 ITERATIONS = 1000  # of conjugate gradients in one Newton step
 MEANS = ("network", "tangent")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.core.container import DTYPES, NAMES
+from lapwing.runtime.files import DTYPES, NAMES
 
 BLANK = "0" * 64
 

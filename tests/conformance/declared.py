@@ -1,6 +1,6 @@
 """The methods that the conformance suites try: all registered ones, with the settings that each declares.
 
-``lapwing.methods.protocol.Conformance`` says what a method declares. A new method needs no line here.
+``lapwing.methods.base.Conformance`` says what a method declares. A new method needs no line here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lapwing.methods.protocol import Conformance, Exactness
+from lapwing.methods.base import Conformance, Exactness
 from lapwing.registry import METHODS
 from tests.tolerances import EXACT, SOLVED
 

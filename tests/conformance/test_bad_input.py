@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.posteriors.protocols import HasFunctionSamples
+from lapwing.posteriors.base import HasFunctionSamples
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.conformance.declared import SMALL, small_method

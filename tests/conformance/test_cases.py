@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.posteriors.protocols import HasEvidence, HasFunctionSamples
+from lapwing.posteriors.base import HasEvidence, HasFunctionSamples
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, cast
 from tests.conformance.declared import LAWFUL, exact_entries, lawful_entries, power

@@ -11,7 +11,7 @@ from torch.distributions import Normal
 from torch.func import functional_call
 
 import lapwing as lw
-from lapwing.core.data import Data
+from lapwing.data.batches import Data
 from lapwing.methods import full
 from tests import problems
 from tests.cases import BY_NAME, Wrapped

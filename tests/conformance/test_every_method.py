@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.protocol import SelectsWeights
-from lapwing.posteriors.protocols import HasFunctionSamples, HasWeightSamples
+from lapwing.methods.base import SelectsWeights
+from lapwing.posteriors.base import HasFunctionSamples, HasWeightSamples
 from lapwing.registry import METHODS
 from tests import problems
 from tests.cases import BY_NAME, CASES

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.curvature.low_rank import LowRankCurvature
-from lapwing.methods.inducing.anchors import Anchors
-from lapwing.methods.inducing.curvatures import SubspaceCurvature
+from lapwing.curvature.dense import LowRankCurvature
+from lapwing.data.batches import Data
 from lapwing.methods.inducing.ella import leading_rows, within
-from lapwing.methods.inducing.points import InducingPoints
+from lapwing.methods.inducing.points import Anchors, InducingPoints, SubspaceCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from tests import problems

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.protocol import Exactness
-from lapwing.posteriors.protocols import HasEvidence, HasFunctionSamples, HasWeightSamples
+from lapwing.methods.base import Exactness
+from lapwing.posteriors.base import HasEvidence, HasFunctionSamples, HasWeightSamples
 from tests import problems
 from tests.cases import BY_NAME, Case
 from tests.conformance.declared import LAWFUL, lawful_entries, power

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.protocol import Exactness
-from lapwing.posteriors.protocols import HasEvidence, HasFunctionSamples, HasWeightSamples
+from lapwing.methods.base import Exactness
+from lapwing.posteriors.base import HasEvidence, HasFunctionSamples, HasWeightSamples
 from lapwing.posteriors.weight_space import WeightPosterior
 from tests import problems
 from tests.conformance.declared import exact_entries, power

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.methods.protocol import HasCost
+from lapwing.methods.base import HasCost
 from lapwing.registry import METHODS
 from tests.conformance import declared
 

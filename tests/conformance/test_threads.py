@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lapwing.core.switches import FORWARD_MODE
+from lapwing.runtime.threads import FORWARD_MODE
 from tests.attack.memory import grown
 from tests.attack.threads import SPECIAL, at_once, fit_task, predictions, train_task
 from tests.conformance.declared import SMALL

@@ -22,8 +22,8 @@ from experiments.inducing_published import Published, Schedule, learned_as_publi
 from experiments.inducing_task import RECIPE, SEED, Task, divergence
 from experiments.options import Progress, silent
 from lapwing.demo.result import Result
-from lapwing.methods.inducing.anchors import Anchors
-from lapwing.priors.kernel import prior_kernel
+from lapwing.methods.inducing.points import Anchors
+from lapwing.priors.filters import prior_kernel
 
 QUICK = replace(RECIPE, hidden=(10,), max_steps=200, learning_rate=1e-2)
 

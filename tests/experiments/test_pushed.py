@@ -19,8 +19,7 @@ from experiments.__main__ import main
 from experiments.image_task import Task
 from experiments.options import Progress
 from lapwing.demo.result import Result
-from lapwing.methods.hfl.posteriors import ResponsePosterior
-from lapwing.methods.hfl.pretrained import PushedWeights
+from lapwing.methods.hfl.hfl import PushedWeights, ResponsePosterior
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from experiments.minimum import exact_variance
 from experiments.options import silent
 from experiments.response_task import Problem, ResponseTask, made
 from lapwing.demo.result import Result
-from lapwing.methods.hfl.posteriors import ResponsePosterior
+from lapwing.methods.hfl.hfl import ResponsePosterior
 
 SMALL = ResponseTask(
     tasks=("sinusoid",), data=12, hidden=4, seeds=1, new=12, pushes=4, members=2, epochs=30, steps=(5, 10)

@@ -19,9 +19,9 @@ from experiments.stacked import StackedTraining
 from experiments.table_methods import METHODS, SLOW, Belief, Sizes, Task
 from experiments.tables import DEPTHS, KINDS, SPLITS, Tables
 from experiments.uci import read_split
-from lapwing.core.trace import Trace
 from lapwing.demo.regression import Table
 from lapwing.errors import DataError, DivergedError, LapwingError, NumericalError
+from lapwing.runtime.trace import Trace
 
 TRAINING = StackedTraining(steps=60, batch_size=16)
 SIZES = Sizes(8, landmarks=12, directions=4, inducing=5, inducing_steps=3, snapshots=4, pushes=3, push_steps=6)

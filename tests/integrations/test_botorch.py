@@ -20,8 +20,7 @@ from botorch.sampling import SobolQMCNormalSampler
 from torch.distributions import MultivariateNormal
 
 import lapwing as lw
-from lapwing.botorch import LapwingModel, surrogate, thompson
-from lapwing.botorch.surrogate import LENGTHS, UNITS, VARIANCES, candidate
+from lapwing.botorch import LENGTHS, UNITS, VARIANCES, LapwingModel, candidate, surrogate, thompson
 from lapwing.errors import DataError, UnsupportedError
 from tests.tolerances import SOLVED, assert_close
 

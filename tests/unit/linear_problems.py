@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.linalg.design import MatrixDesign
+from lapwing.linalg.operators import MatrixDesign
 from lapwing.linalg.ridge import Ridge
 from tests.references.ridge import Linear
 

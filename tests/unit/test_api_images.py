@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from benchmarks.peak import held
-from lapwing.core.gaussian import FunctionGaussian
 from lapwing.errors import DataError, FileError, InputError, ModelError
-from lapwing.networks.directional import outputs_along
 from lapwing.networks.network import Network
-from lapwing.predictives.protocol import ClassPredictive, MultilabelPredictive, NumberPredictive
-from lapwing.tuners import cells
+from lapwing.networks.passes import outputs_along
+from lapwing.predictives.base import ClassPredictive, MultilabelPredictive, NumberPredictive
+from lapwing.tuners import mixing as cells
+from lapwing.values.gaussian import FunctionGaussian
 from tests import problems
 from tests.cases import Wrapped
 from tests.references import dense

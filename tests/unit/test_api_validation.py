@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
+from lapwing.posteriors.base import HasFunctionSamples, HasWeightSamples, Linearised
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
-from lapwing.posteriors.protocols import HasFunctionSamples, HasWeightSamples, Linearised
 from tests.conformance.declared import SMALL, small_method
 from tests.tolerances import assert_close
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.kronecker_work import KroneckerWork
-from lapwing.methods.protocol import BlockWork, Budget, Offer, Work, Workload
-from lapwing.networks.budget import Footprint
+from lapwing.methods.base import BlockWork, Budget, KroneckerWork, Offer, Work, Workload
+from lapwing.networks.jacobians import Footprint
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.registry import METHODS, RATE, Choice
 from tests import problems

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.posteriors.point import PointPosterior
+from lapwing.posteriors.members import PointPosterior
 from tests import problems
 from tests.attack.damage import Contents
 from tests.cases import BY_NAME, CASES, cast

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.samples import OneSample
+from lapwing.data.samples import OneSample
 from tests.attack.damage import Contents
 from tests.cases import BY_NAME, CASES
 from tests.problems import batches, likelihood
@@ -78,7 +78,7 @@ def test_every_network_has_a_probe(case: str) -> None:
     assert probe is not None
     assert probe.outputs is not None
     assert sum(t.nbytes for t in probe.tensors) <= 2**20
-    for t, given in zip(probe.tensors, lw.core.inputs.tensors_in(batches(chosen)[0][0]), strict=True):
+    for t, given in zip(probe.tensors, lw.data.inputs.tensors_in(batches(chosen)[0][0]), strict=True):
         assert t.dtype == given.dtype
         if t.is_floating_point():
             assert not any(torch.equal(row, other) for row in t for other in given)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing import fitting
+from lapwing import api as fitting
 from tests.tolerances import assert_close
 
 D = torch.float64

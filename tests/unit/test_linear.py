@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.linalg.design import MatrixDesign, back_product
+from lapwing.linalg.operators import MatrixDesign, back_product
 from lapwing.linalg.ridge import Ridge
 from tests.references.ridge import Linear, complete, draws
 from tests.tolerances import SOLVED, assert_close, assert_within, least_hits, student

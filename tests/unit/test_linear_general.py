@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.linalg.design import back_product, forward_product
+from lapwing.linalg.operators import back_product, forward_product
 from lapwing.linalg.ridge import Ridge
 from tests.references.general_ridge import General
 from tests.references.ridge import complete

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import lapwing as lw
-import lapwing.methods.inducing.stochastic as stochastic
+import lapwing.methods.inducing.learning as stochastic
 import lapwing.methods.swag as swag
-import lapwing.tangent.design as design
-from lapwing.core.data import Data
-from lapwing.core.pool import shuffled
-from lapwing.networks.budget import Footprint
-from lapwing.tuners.budget import fitted_tails, standardised_residuals
+import lapwing.tangent as design
+from lapwing.data.batches import Data
+from lapwing.data.streams import shuffled
+from lapwing.networks.jacobians import Footprint
+from lapwing.tuners.mixing import fitted_tails, standardised_residuals
 from tests.tolerances import SOLVED, assert_close
 
 D = torch.float64

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing import trials
-from lapwing.core.counting import OperationCount
-from lapwing.core.data import Data
-from lapwing.methods.protocol import HasTrial
+from lapwing.data.batches import Data
+from lapwing.methods.base import HasTrial
 from lapwing.registry import METHODS
+from lapwing.runtime.memory import OperationCount
 
 DATA, BATCH = 320, 32
 CPU = torch.device("cpu")

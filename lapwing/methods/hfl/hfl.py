@@ -3,31 +3,473 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
 
-from lapwing.core.data import Data
-from lapwing.core.random import generator_or_default
-from lapwing.core.settings import DATA, NONE, POSITIVE, Rule, is_data, is_real, one_of, require, require_integer
-from lapwing.errors import DataError, NumericalError, UnsupportedError
-from lapwing.methods.hfl.newton import DENSE, Hessian, distance_in_words, nearest_minimum
-from lapwing.methods.hfl.objective import Objective
-from lapwing.methods.hfl.posteriors import LinearisedResponse, ResponsePosterior
-from lapwing.methods.hfl.pretrained import (
-    VARIANTS,
-    PushedWeights,
-    averaged,
-    calibrated,
-    evaluation_batches,
-    random_forces,
+from lapwing.curvature.sweep import Sweep
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Inputs, SampleRows, check_finite, map_tensors
+from lapwing.data.streams import Pool
+from lapwing.errors import DataError, FileError, InputError, NumericalError, UnsupportedError
+from lapwing.linalg.dense import symmetrise
+from lapwing.linalg.krylov import block_conjugate_gradients
+from lapwing.linalg.operators import Solution, gram_product
+from lapwing.methods.base import Conformance, Cost, Exactness, Workload
+from lapwing.methods.hfl.response import (
+    DENSE,
+    TOLERANCE,
+    TWIN,
+    AnyResponder,
+    FineTuner,
+    Hessian,
+    Objective,
+    Push,
+    Responder,
+    Response,
+    distance_finding,
+    distance_in_words,
+    far_from_minimum,
+    nearest_minimum,
 )
-from lapwing.methods.hfl.responder import AnyResponder, FineTuner, Push, Responder
-from lapwing.methods.hfl.response import TOLERANCE, TWIN, distance_finding, far_from_minimum
-from lapwing.methods.protocol import Conformance, Cost, Exactness, Workload
-from lapwing.problem import Problem, Statistics, summed_loss
-from lapwing.tangent.design import NetworkDesign, refuse_reordered
+from lapwing.networks.forward import outside_inference
+from lapwing.networks.functionals import Functional, output_slope, scalar, weight_slope
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.posteriors.base import Linearised, Posterior
+from lapwing.posteriors.draws import jacobian_pieces, outputs_in_pieces
+from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
+from lapwing.runtime.memory import PIECE, gathered, runs
+from lapwing.runtime.settings import DATA, NONE, POSITIVE, Rule, is_data, is_real, one_of, require, require_integer
+from lapwing.runtime.state import SMALLEST, Array, ListOf, Real, State, Text, saved
+from lapwing.runtime.threads import generator_or_default, normal, sequential_normal
+from lapwing.runtime.trace import Trace
+from lapwing.tangent import NetworkDesign, refuse_reordered
+from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian
+
+ROWS = 256  # outputs that "linearised" solves for at once
+VECTORS = 24  # float64 vectors of P numbers that a solve holds for each of them
+PUSHES = 48  # vectors of P numbers that Newton steps and Adam hold for each push
+NO_FILE = (
+    "this HFL posterior re-optimises on its data at every prediction, and a file does not hold those; fit it again "
+    "where it is needed, or save HFL(mode='pretrained')."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ResponsePosterior(Posterior):
+    """f(x) ~ N(network output, response to pushes of f(x)): the variance of Laplace with the full Hessian.
+
+    ``responder`` holds the objective with its data, so this posterior cannot be saved. ``respond`` returns the details
+    behind a prediction: how far each push came and how much to trust it.
+    """
+
+    problem: Problem
+    responder: AnyResponder
+    statistics: Statistics
+    theta: Tensor
+    strength: float | None = None
+    findings: tuple[str, ...] = ()
+    drift: float = math.inf  # how far an unpushed twin may move, in posterior standard deviations
+
+    def state(self) -> State:
+        """Raise ``UnsupportedError``: predictions need the data, which a file does not hold."""
+        raise UnsupportedError(NO_FILE)
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        return self._belief(x, joint)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return self._belief(x, joint, outputs)
+
+    def _belief(self, x: Inputs, joint: bool, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
+        network = self.problem.network
+        f = network(x).to(network.dtype)
+        f = f if outputs is None else outputs.of(f)
+        cov = self.respond(x, joint, outputs).checked(self.responder.tolerance, self.drift).cov
+        if joint:
+            cov = cov.reshape(f.numel(), f.numel())
+            return FunctionGaussian.across(f, 0.5 * (cov + cov.mT))
+        size = f[0].numel()
+        cov = cov.reshape(len(f), size, size)
+        return FunctionGaussian(f, _per_token(0.5 * (cov + cov.mT), f).to(f))
+
+    @outside_inference
+    def respond(self, x: Inputs, joint: bool = False, outputs: ChosenOutputs | None = None) -> Response:
+        """Push all or some outputs at every input and return the responses of the outputs there, or at all if joint.
+
+        Shapes: the covariances are (B C, C), or (B C, B C) if joint; C counts all tokens.
+        """
+        objective, network = self.responder.objective, self.problem.network.for_inputs(x)
+        x = objective.cast(x)
+        size, shape, device = network.count(x), network.output_shape, objective.centre.device
+        chosen = ChosenOutputs(None, None, len(shape) == 2) if outputs is None else outputs
+        places = chosen.numbers(shape, device).flatten(1).expand(size, -1)  # (B, C)
+        count = places.numel()
+        respond = lambda run: self._respond(x, shape, chosen, places, run, joint)
+        each = PUSHES * objective.centre.nbytes
+        return Response.joined([respond(run) for run in runs(count, each, device, 2 * PIECE)])
+
+    def _respond(
+        self, x: Inputs, shape: tuple[int, ...], chosen: ChosenOutputs, places: Tensor, run: slice, joint: bool
+    ) -> Response:
+        """Push a run of the outputs with these places (B, C) at the inputs x, and return the responses.
+
+        ``shape`` is that of all outputs of an input.
+        """
+        objective, network = self.responder.objective, self.problem.network
+        outputs = places.shape[1]
+        number = torch.arange(run.start, run.stop, device=places.device)
+        index, column = number // outputs, number % outputs
+        inputs = network.take(x, index)
+        own = places[index, column]
+        seeds = one_hot(own, torch.Size(shape).numel()).to(objective.centre)
+        push = lambda d: objective.slopes(d, inputs, seeds.reshape(-1, *shape))
+        if joint:
+            read_all = lambda d: chosen.of(objective.outputs(d, x)).flatten(1)
+            value = lambda reading: reading.gather(1, number[:, None])[:, 0]
+            return self.responder.respond(push, read_all, len(number), self.strength, value)
+        read = lambda d: objective.each_output(d.expand(len(number), -1), inputs).flatten(1).gather(1, places[index])
+        value = lambda reading: reading.gather(1, column[:, None])[:, 0]
+        return self.responder.respond(push, read, len(number), self.strength, value)
+
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Return the variance of a scalar function of the weights by name, or of the outputs at x, by pushing it."""
+        response = self.respond_to(function, x).checked(self.responder.tolerance, self.drift)
+        return response.cov.reshape(())
+
+    @outside_inference
+    def respond_to(self, function: Functional, x: Inputs | None = None) -> Response:
+        """Push a scalar function of the weights, or of the outputs at x, and return its response."""
+        objective, network = self.responder.objective, self.problem.network
+        if x is None:
+            weight_slope(network, function)  # raises if this is no function of the weights
+            value, size = (lambda row: scalar(function(objective.weights(row)))), 1
+        else:
+            inputs, size = objective.cast(x), network.count(x)
+            f = objective.outputs(torch.zeros_like(objective.centre)[None], inputs)[0]
+            output_slope(function, f)  # raises if this is no function of the outputs
+            value = lambda row: scalar(function(objective.run(row, inputs)), "outputs")
+        push = lambda d: objective.each(torch.func.grad(value), d, size)
+        read = lambda d: objective.each(value, d, size).unsqueeze(1)
+        return self.responder.respond(push, read, 1, self.strength, lambda reading: reading[:, 0])
+
+
+def _per_token(cov: Tensor, f: Tensor) -> Tensor:
+    """Return the covariance of every token, (B, T, C, C), from (B, T C, T C); without tokens return it as it is."""
+    if f.ndim == 2:
+        return cov
+    batch, tokens, classes = f.shape
+    whole = cov.reshape(batch, tokens, classes, tokens, classes)
+    return whole.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearisedResponse(Linearised):
+    """f(x) ~ N(network output, J Λ⁻¹ Jᵀ) with Λ = G/φ + A, by block conjugate gradients for the rows of J at x.
+
+    The tangent model's loss is quadratic, so its response does not depend on the strength of the push, and equals the
+    GGN-Laplace variance. Needs the data at every prediction. ``wide`` takes products in float64 also for factors in
+    float32, because single precision cannot resolve a variance that is a millionth of the prior's.
+    """
+
+    problem: Problem
+    design: NetworkDesign
+    statistics: Statistics
+    theta: Tensor
+    tolerance: float  # of the residuals, and of the error they cause in a variance
+    wide: bool = False
+    max_iterations: int = 2000
+    trace: Trace | None = None
+    solves_for_inputs: ClassVar[bool] = True
+    differentiable: ClassVar[bool] = False  # there is no gradient through the iterations
+
+    def with_trace(self, trace: Trace) -> LinearisedResponse:
+        return replace(self, trace=trace)
+
+    def with_problem(self, problem: Problem) -> LinearisedResponse:
+        """Return the posterior under another prior or noise; the data are not read again."""
+        if problem.prior.needs_curvature:
+            raise UnsupportedError("HFL(mode='linearised') keeps no curvature, and g_prior() needs one; use Full().")
+        return replace(self, problem=problem)
+
+    def solved(self, rows: Tensor) -> Solution:
+        """Return Λ⁻¹ times every row (K, P), with residuals.
+
+        Works in units of the prior, where Λ is at least one and most directions converge at once: a residual r then
+        leaves out at most r² of a variance.
+        """
+        root = self.problem.prior.vector.detach().double().rsqrt()
+        phi = self.problem.likelihood.dispersion.detach().to(root)
+        product = lambda v: root * self._gram(root * v) / phi + v
+        b, tolerance = rows.double() * root, self.tolerance
+        while True:
+            solution = block_conjugate_gradients(product, b, tolerance=tolerance, max_iterations=self.max_iterations)
+            missing, variance = (solution.residuals * b.norm(dim=1)).square(), (solution.x * b).sum(1)
+            most = float(torch.where(missing > 0, missing / variance, 0.0).max())
+            if most <= self.tolerance:
+                return replace(solution, x=solution.x * root)
+            tolerance *= 0.5 * (self.tolerance / most) ** 0.5
+
+    def _gram(self, v: Tensor) -> Tensor:
+        if not self.wide:
+            return gram_product(self.design, v)
+        total = torch.zeros_like(v)
+        for part in self.design.own_parts():
+            total += part.jacobians.double().gram(v)
+        return total
+
+    def state(self) -> State:
+        """Raise ``UnsupportedError``: predictions need the data, which a file does not hold."""
+        raise UnsupportedError(NO_FILE)
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        return self._joint(x) if joint else self.marginal(x)
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        return self._joint(x, outputs) if joint else self.marginal(x, outputs)
+
+    def _joint(self, x: Inputs, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
+        """Return the joint belief: every row of J is solved for once, and multiplied by J at all inputs."""
+        network = self.problem.network
+        f, pieces = outputs_in_pieces(network, x, outputs)
+        count, size = len(f), f[0].numel()
+        total = torch.empty(count, size, count, size, dtype=torch.float64, device=f.device)
+        for (samples, run), rows in jacobian_pieces(network, x, pieces, outputs):
+            exact = rows.double()
+            for part, solved in self._solved_rows(exact):
+                number = torch.arange(part.start, part.stop, device=f.device)
+                sample, output = samples.start + number // rows.outputs, run.start + number % rows.outputs
+                again = jacobian_pieces(network, x, pieces, outputs) if len(pieces) > 1 else ((pieces[0], rows),)
+                for (others, columns), jacobian in again:
+                    total[sample, output, others, columns] = jacobian.double().jvp(solved)
+        matrix = total.flatten(2).flatten(0, 1)
+        symmetrise(matrix)
+        return FunctionGaussian.across(f, matrix)
+
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        exact = jacobian.double()
+        second = exact if other is None else other.double()
+        rows = (second.jvp(solved).flatten(1) for _, solved in self._solved_rows(exact))
+        cov = gathered(rows, exact.batch * exact.outputs)
+        return cov if other is not None else 0.5 * (cov + cov.mT)
+
+    def covariance(self, jacobian: LayerJacobians) -> Tensor:
+        """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C); only rows that are solved for together are in memory."""
+        exact, classes = jacobian.double(), jacobian.outputs // jacobian.tokens
+        rows = []
+        for part, solved in self._solved_rows(exact):
+            number = torch.arange(part.start, part.stop, device=solved.device)
+            products = exact.jvp(solved)[number - part.start, number // jacobian.outputs]  # with outputs of its sample
+            token = number % jacobian.outputs // classes
+            rows.append(products.unflatten(1, (jacobian.tokens, classes))[number - part.start, token])
+        cov = torch.cat(rows).reshape(jacobian.batch, jacobian.tokens, classes, classes)
+        return (0.5 * (cov + cov.mT)).to(jacobian.dtype)
+
+    def _solved_rows(self, jacobian: LayerJacobians) -> Iterator[tuple[slice, Tensor]]:
+        """Yield Λ⁻¹ Jᵀ in runs of the B K rows of J that fit the byte budget, (run, P), in float64."""
+        count, size = jacobian.batch * jacobian.outputs, len(self.theta)
+        for run in runs(count, 8 * VECTORS * size, self.theta.device, most=ROWS):
+            seeds = torch.zeros(run.stop - run.start, count, dtype=torch.float64, device=self.theta.device)
+            seeds.diagonal(run.start).fill_(1)
+            rows = jacobian.vjp(seeds.unflatten(1, (jacobian.batch, jacobian.outputs)))
+            yield run, self.solved(rows).x
+
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Return the variance of a scalar function of the weights by name, or of the outputs at x, to first order."""
+        slope = weight_slope(self.problem.network, function, x).double()
+        return self.solved(slope.unsqueeze(0)).x[0] @ slope
+
+
+VARIANTS = ("mean", "absolute", "random")
+
+EVALUATED = 256  # training inputs that are averaged in every step of Adam, if no evaluation inputs are given
+SCALES = (-12, 20)  # range of the log-scale that calibration searches
+
+
+def evaluation_batches(given: Any, objective: Objective, data: Data, few: bool) -> list[Inputs]:
+    """Return the batches of inputs to average over: those given, else the training inputs (``few``: some of them)."""
+    if given is None and few:
+        return [Pool.drawn(data, EVALUATED, torch.Generator().manual_seed(0)).inputs]
+    if given is None:
+        return [batch.inputs for batch in data.batches("evaluation")]
+    one = isinstance(given, Tensor | Mapping | tuple) or not isinstance(given, Iterable)
+    device = objective.network.device
+    batches = [map_tensors(part, lambda t: t.to(device)) for part in ([given] if one else list(given))]
+    _check_evaluation(objective, batches)
+    return batches
+
+
+def _check_evaluation(objective: Objective, batches: list[Inputs]) -> None:
+    """Raise if evaluation inputs are empty, not finite, or do not fit the network."""
+    sizes = [SampleRows().count(part) for part in batches]
+    if not sizes or 0 in sizes:
+        raise DataError(f"evaluation holds batches of {sizes} inputs; expected at least one batch, and inputs in each.")
+    for part in batches:
+        check_finite(part, "evaluation inputs")
+        try:
+            f = objective.outputs(torch.zeros_like(objective.centre)[None], part)
+        except InputError as error:
+            raise DataError(
+                f"the network does not take the evaluation inputs ({error!s:.200}); expected inputs alone, without "
+                "targets: one batch, or a list of batches."
+            ) from error
+        check_finite(f, "outputs of the network at the evaluation inputs")
+
+
+def averaged(objective: Objective, batches: list[Inputs], absolute: bool) -> Push:
+    """Return the gradient of the average over inputs of Σ_c f_c, or of Σ_c |f_c|, as a function of d (K, P)."""
+    parts = [objective.cast(part) for part in batches]
+    sizes = [objective.network.count(part) for part in batches]
+    total, size = sum(sizes), torch.abs if absolute else lambda f: f
+
+    def push(d: Tensor) -> Tensor:
+        gradient = torch.zeros_like(d)
+        for part, n_samples in zip(parts, sizes, strict=True):
+            average = lambda row, x=part: size(objective.run(row, x)).sum() / total
+            gradient = gradient + objective.each(torch.func.grad(average), d, n_samples)
+        return gradient
+
+    return push
+
+
+def random_forces(
+    problem: Problem, data: Data, count: int, generator: torch.Generator, root: Tensor | None = None
+) -> Tensor:
+    """Draw ξ ~ N(0, H), (count, P), with the ``root`` of the Hessian: then H⁻¹ ξ are draws from the posterior.
+
+    Without a root draw ξ ~ N(0, G/φ + A) with the GGN G, which needs no matrix. Cost: one pass over the data.
+    """
+    network, likelihood = problem.network, problem.likelihood
+    theta = network.theta().double()
+    if root is not None:
+        return normal((count, len(theta)), generator, theta) @ root.mT.to(theta)
+    total = normal((count, len(theta)), generator, theta) * problem.prior.vector.detach().to(theta).sqrt()
+    phi = likelihood.dispersion.detach().to(theta)
+    for jacobians in Sweep(network, likelihood, data, label="random pushes"):
+        eps = sequential_normal((jacobians.batch, count, jacobians.outputs), generator, theta).transpose(0, 1)
+        total = total + jacobians.vjp(eps).to(theta) / phi.sqrt()
+    return total
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class PushedWeights(Posterior):
+    """f(x) ~ N(network output, a score from the outputs under pushed weights), for one push or K random ones.
+
+    "mean": v = Δf/λ after a push of the average output over an evaluation set: the mean covariance of f(x) with that
+    set, not a variance; negative values count as zero. "absolute": |Δf|/λ after a push of the average |f|. Both are
+    *scores*: scale and ranking depend on the evaluation set, and ``scale`` is fitted on held-out data. "random": the
+    mean of (Δf/λ)² over K pushes in random directions distributed as the posterior: an estimate of the variance, with
+    a relative standard error of √(2/K).
+    """
+
+    problem: Problem
+    moved: Tensor  # the change of the weights by each push, (K, P)
+    strength: Tensor  # λ, (K,)
+    variant: str
+    statistics: Statistics
+    theta: Tensor
+    scale: float = 1.0
+    findings: tuple[str, ...] = ()
+
+    def scores(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Return f (B, [T,] C) and Δf/λ for every push, (K, B, [T,] C). Cost: K + 1 forward passes."""
+        network = self.problem.network
+        f = network(x).to(network.dtype)
+        scores = []
+        for row, strength in zip(self.moved, self.strength, strict=True):
+            scores.append((network.at(row, x).to(network.dtype) - f) / strength.to(f))
+        return f, torch.stack(scores)
+
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        f, scores = self.scores(x)
+        if self.variant == "random":
+            return FunctionGaussian.of_deviations(f, scores, len(scores) / self.scale, joint)
+        variance = self.scale * (scores[0].abs() if self.variant == "absolute" else scores[0].clamp_min(0))
+        if joint:
+            return FunctionGaussian.across(f, torch.diag(variance.flatten()))
+        return FunctionGaussian(f, torch.diag_embed(variance))
+
+    def standard_error(self, x: Inputs) -> Tensor:
+        """Return the standard error of the variances from K random pushes, (B, [T,] C); infinite for K = 1."""
+        _, scores = self.scores(x)
+        squares = self.scale * scores.square()
+        return squares.std(0) / len(squares) ** 0.5 if len(squares) > 1 else torch.full_like(squares[0], torch.inf)
+
+    def state(self) -> State:
+        settings = {
+            "statistics": asdict(self.statistics), "variant": self.variant, "scale": self.scale,
+            "findings": self.findings,
+        }  # fmt: skip
+        tensors = {"theta": self.theta, "moved": self.moved, "strength": self.strength}
+        return State("PushedWeights", settings, tensors)
+
+    @classmethod
+    def from_state(cls, state: State, problem: Problem) -> PushedWeights:
+        theta = Array(("P",), dtype=problem.network.dtype)
+        fields = state.read(
+            theta=theta, moved=replace(theta, shape=("K", "P")), strength=replace(theta, shape=("K",), least=SMALLEST),
+            variant=Text(VARIANTS), scale=Real(0), findings=ListOf(Text()), statistics=STATISTICS,
+        )  # fmt: skip
+        if not len(fields["moved"]) or (len(fields["moved"]) > 1 and fields["variant"] != "random"):
+            raise FileError(f"{len(fields['moved'])} pushes of the variant {fields['variant']!r}; expected one")
+        return cls(problem, **fields)
+
+
+def fitted_scale(posterior: PushedWeights, data: Data) -> float:
+    """Return the factor on the variances that maximises the likelihood of held-out data.
+
+    A grid on the log-scale, then golden-section search. Cost: one prediction of the data.
+    """
+    parts = []
+    for batch in data.batches("calibration"):
+        belief = posterior(batch.inputs)
+        y = posterior.problem.likelihood.targets(belief.mean, batch.targets)
+        parts.append((belief.mean.double(), belief.cov.double(), y))
+    if not any(bool(cov.any()) for _, cov, _ in parts):
+        raise DataError(
+            "the scores are zero at all calibration inputs, so any scale fits them alike; expected some above zero. "
+            "Give other calibration data, other evaluation inputs, or variant='absolute'."
+        )
+
+    def cost(log_scale: float) -> float:
+        factor = math.exp(log_scale)
+        predicted = (posterior.problem.likelihood.predict(FunctionGaussian(f, factor * cov)).log_prob(y)
+                     for f, cov, y in parts)  # fmt: skip
+        try:
+            total = -sum(float(part.sum()) for part in predicted)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # a variance so large that it overflows
+            return math.inf
+        return total if math.isfinite(total) else math.inf
+
+    start = min((k / 2 for k in range(2 * SCALES[0], 2 * SCALES[1] + 1)), key=cost)
+    if math.isinf(cost(start)):
+        raise NumericalError(
+            "HFL: the calibration data have no finite likelihood under any scale of the scores. Check that their "
+            "targets are of the kind that the network was trained on, and its outputs there for overflow."
+        )
+    low, high, ratio = start - 0.5, start + 0.5, (math.sqrt(5) - 1) / 2
+    for _ in range(30):
+        a, b = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, b) if cost(a) < cost(b) else (a, high)
+    return math.exp(0.5 * (low + high))
+
+
+def calibrated(posterior: PushedWeights, data: Data) -> PushedWeights:
+    """Return the posterior with its scale fitted on held-out data, and a finding if the search reached an edge."""
+    scale = fitted_scale(posterior, data)
+    reason = ""
+    if math.log(scale) <= SCALES[0] + 0.5:
+        reason = "variances of zero: the network is calibrated, or too uncertain, without them"
+    elif math.log(scale) >= SCALES[1] - 0.5:
+        reason = "variances beyond its upper edge"
+    finding = f"calibration reached the edge of the scale search at {scale:.2g}; the data ask for {reason}"
+    return replace(posterior, scale=scale, findings=(*posterior.findings, *([finding] if reason else [])))
+
 
 MODES = ("nonlinear", "linearised", "pretrained")
 SOLVERS = ("newton", "adam")

@@ -8,20 +8,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
-from lapwing.core.pool import Pool
-from lapwing.core.random import independent_generator
-from lapwing.core.settings import FLAG, require_integer
-from lapwing.core.spectra import eigh, svd
-from lapwing.curvature.low_rank import LowRankCurvature
+from lapwing.curvature.dense import LowRankCurvature
 from lapwing.curvature.sweep import SquaredSum, Sweep
+from lapwing.data.batches import Data
+from lapwing.data.streams import Pool
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.methods.inducing.anchors import Anchors, Placement
-from lapwing.methods.inducing.curvatures import BoundedCurvature, SubspaceCurvature
-from lapwing.methods.protocol import Conformance, Cost, Exactness, Work, Workload
+from lapwing.linalg.dense import eigh, svd
+from lapwing.methods.base import Conformance, Cost, Exactness, Work, Workload
+from lapwing.methods.inducing.points import Anchors, BoundedCurvature, Placement, SubspaceCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.bound import BoundPrior
+from lapwing.priors.base import BoundPrior
 from lapwing.problem import Problem, Statistics
+from lapwing.runtime.settings import FLAG, require_integer
+from lapwing.runtime.threads import independent_generator
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,492 @@
-"""Inducing points together with the quantities that have been learned."""
+"""Inducing points: rows of the Jacobian, their locations, and curvatures in the span of a few directions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from lapwing.core.batches import Batch
-from lapwing.core.data import Data
-from lapwing.core.spectra import eigh
-from lapwing.core.trace import Step, Trace
-from lapwing.curvature.blockwise import prior_precision
+from lapwing.curvature.base import floored_by_layer
+from lapwing.curvature.dense import LowRankCurvature, LowRankPrecision
+from lapwing.curvature.kronecker import prior_precision
 from lapwing.curvature.sweep import SquaredSum, Sweep
-from lapwing.likelihoods.protocol import Likelihood
-from lapwing.linalg.variational import Inducing
-from lapwing.linalg.whitening import smooth_whitening, whitening
-from lapwing.methods.inducing.anchors import Anchors
-from lapwing.methods.inducing.curvatures import AnchoredCurvature
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Batch, Inputs, check_finite
+from lapwing.data.streams import Pool, class_labels
+from lapwing.errors import FileError, UnsupportedError
+from lapwing.likelihoods.base import Likelihood
+from lapwing.linalg.dense import (
+    centres_by_class,
+    checked,
+    cholesky,
+    eigh,
+    eigvalsh,
+    greedy_pivots,
+    smooth_whitening,
+    trace_pivots,
+    whitening,
+)
+from lapwing.linalg.stochastic import Inducing
 from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.network import Network
+from lapwing.networks.selection import Selection
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.kernel import prior_kernel
+from lapwing.priors.base import BoundPrior
+from lapwing.priors.filters import prior_kernel
+from lapwing.priors.given import isotropic
 from lapwing.problem import Problem, Statistics
+from lapwing.runtime.memory import budget, fitting, gathered
+from lapwing.runtime.state import Array, Maybe, Part, Samples, State, saved, semidefinite
+from lapwing.runtime.threads import uniform
+from lapwing.runtime.trace import Step, Trace
+
+TOO_WIDE = 1.1  # ratio of standard deviations from which missing points are a finding
+
+
+@dataclass(frozen=True, eq=False)
+class AnchoredRows:
+    """Linear combinations W = mixᵀ J_Z (r, P) of anchors, with mix (M, r); W is not formed."""
+
+    anchors: Anchors
+    mix: Tensor
+
+    def gram(self, prior: BoundPrior) -> Tensor:
+        return self.mix.mT @ self.anchors.kernel(prior) @ self.mix
+
+    def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
+        return self.mix.mT @ self.anchors.against(jacobian, prior).mT
+
+    def times(self, v: Tensor) -> Tensor:
+        return self.anchors.times(v) @ self.mix
+
+    def combined(self, c: Tensor) -> Tensor:
+        return self.anchors.combined(c @ self.mix.mT)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class AnchoredCurvature:
+    r"""Low-rank curvature H̃ = J_Zᵀ mix mixᵀ J_Z at unit dispersion, with a bound on the part of H that it misses.
+
+    ``ggn_diagonal`` (P,) is the diagonal of the exact H, where it is known. The log-determinant then includes the trace
+    of the missing part, so that the evidence is a lower bound of the exact one (Titsias 2009):
+
+    $$ \log\det(A + H/\varphi) \le \log\det(A + \tilde H/\varphi) + \operatorname{tr} A^{-1} (H - \tilde H)/\varphi $$
+
+    This holds for multiples of the prior that ``mix`` was computed for. If the ratios between the precisions of the
+    weights change, it is an approximation.
+    """
+
+    anchors: Anchors
+    mix: Tensor  # (M, r)
+    ggn_diagonal: Tensor | None = None
+    preconditions: ClassVar[bool] = True
+
+    @property
+    def selection(self) -> Selection:
+        return self.anchors.network.selection
+
+    def precision(self, phi: Tensor, prior: BoundPrior) -> LowRankPrecision:
+        rows = AnchoredRows(self.anchors, self.mix / phi.to(self.mix).sqrt())
+        return LowRankPrecision(prior, rows, self.anchors.network.layout, self.selection)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """The nonzero eigenvalues of H̃, (r,)."""
+        one = isotropic(1.0).bound(self.selection, self.mix)
+        return eigvalsh(AnchoredRows(self.anchors, self.mix).gram(one)).clamp_min(0)
+
+    @cached_property
+    def anchored_diagonal(self) -> Tensor:
+        """The diagonal of H̃, (P,)."""
+        return AnchoredRows(self.anchors, self.mix).combined(torch.eye(self.mix.shape[1]).to(self.mix)).square().sum(0)
+
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
+        """Return the upper bound on log det(A + H/φ); raise if the covariance was learned with alpha above 0."""
+        if self.ggn_diagonal is None:
+            raise UnsupportedError(
+                "this covariance was learned by predicting (alpha above 0) and has no evidence; compare it on held-out "
+                "data, or fit VaLLA(alpha=0)."
+            )
+        phi = phi.to(self.mix)
+        if prior.is_isotropic:  # from eigenvalues alone
+            alpha = prior.values.double()
+            anchored = self.selection.size * alpha.log() + torch.log1p(self.values / (phi * alpha)).sum()
+            missing = (self.ggn_diagonal.double().sum() - self.values.sum()) / (alpha * phi)
+        else:
+            anchored = self.precision(phi, prior).logdet()
+            missing = self.unseen(phi, prior).sum()
+        return anchored + missing.clamp_min(0)
+
+    def unseen(self, phi: Tensor, prior: BoundPrior) -> Tensor:
+        """Return the diagonal of A⁻¹ (H - H̃)/φ, (P,): each weight's share of the trace in ``logdet``."""
+        assert self.ggn_diagonal is not None
+        return (self.ggn_diagonal.double() - self.anchored_diagonal) / (prior.vector * phi.to(self.mix))
+
+    def missing_findings(self, phi: Tensor, prior: BoundPrior, rows: float) -> tuple[str, ...]:
+        """Say by how much the points are too few, if the standard deviations are too wide by a tenth or more.
+
+        The variances at the training data, in units of the noise, sum to γ of the points plus the trace t of
+        A⁻¹ (H - H̃)/φ. Those of the exact posterior sum to its γ. That is at most γ of the points plus t / (1 + t/r),
+        for the r directions that are left, since s / (1 + s) is concave in an eigenvalue s.
+        """
+        if self.ggn_diagonal is None:
+            return ()
+        values = eigvalsh(AnchoredRows(self.anchors, self.mix).gram(prior)).clamp_min(0) / phi.to(self.mix)
+        whole = float((self.ggn_diagonal.double() / prior.vector.double()).sum() / phi.double())
+        missing = max(0.0, whole - float(values.sum()))
+        carried, left = float((values / (1 + values)).sum()), max(1.0, min(rows, self.selection.size) - len(values))
+        most = carried + missing / (1 + missing / left)
+        wider = ((carried + missing) / max(most, 1e-300)) ** 0.5
+        if wider < TOO_WIDE:
+            return ()
+        return (
+            f"{len(self.anchors)} inducing points carry {carried:.3g} effective parameters (gamma) of at most "
+            f"{most:.3g} and leave out {missing / whole:.1%} of the trace of the kernel over the training data. The "
+            f"standard deviations there, in units of the noise, are at least {wider:.2g} times those of the exact "
+            f"posterior. Give more points, VaLLA(num_inducing={min(round(rows), 2 * math.ceil(most))}), or use Full() "
+            "or Sampled().",
+        )
+
+    def diagonal(self) -> Tensor:
+        diagonal = self.anchored_diagonal if self.ggn_diagonal is None else self.ggn_diagonal.double()
+        return floored_by_layer(diagonal, self.selection)
+
+    def state(self) -> State:
+        if not isinstance(self.anchors.inputs, Tensor):
+            raise UnsupportedError("inducing points of several tensors have no file form; fit again where needed.")
+        tensors = {"inputs": self.anchors.inputs, "outputs": self.anchors.outputs, "mix": self.mix}
+        if self.ggn_diagonal is not None:
+            tensors["ggn_diagonal"] = self.ggn_diagonal
+        return State("AnchoredCurvature", tensors=tensors)
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> AnchoredCurvature:
+        """Build the curvature for this network; the inputs of the points take the dtype of its model."""
+        fields = state.read(
+            inputs=Samples("M", next(network.model.parameters()).dtype), mix=Array(("M", "r")),
+            outputs=Array(("M",), 0, torch.Size(network.output_shape).numel() - 1, whole=True),
+            ggn_diagonal=Maybe(Array(("P",), 0)),
+        )  # fmt: skip
+        anchors = Anchors(network, fields["inputs"], fields["outputs"])
+        try:
+            check_finite(network(anchors.inputs), "outputs of the network at the inducing points")
+        except Exception as error:  # whatever a model raises for inputs that it cannot take
+            raise FileError(f"the network cannot take the inducing points: {error!s:.200}") from error
+        return cls(anchors, fields["mix"], fields["ggn_diagonal"])
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class BoundedCurvature:
+    r"""The part H̃ of H in some directions; ``exact_diagonal`` (P,) is the diagonal of the whole H.
+
+    The log-determinant is an upper bound of that of the whole H,
+
+    $$ \log\det(A + H/\varphi) \le \log\det(A + \tilde H/\varphi) + \operatorname{tr} A^{-1} (H - \tilde H)/\varphi $$
+
+    (Titsias 2009), under the prior for which the directions were chosen and its multiples. Without the trace, the
+    evidence would be highest for a prior that leaves the missing directions free.
+    """
+
+    part: LowRankCurvature
+    exact_diagonal: Tensor
+    preconditions: ClassVar[bool] = True
+
+    def precision(self, phi: Tensor, prior: BoundPrior) -> LowRankPrecision:
+        return self.part.precision(phi, prior)
+
+    @cached_property
+    def _part_diagonal(self) -> Tensor:
+        return self.part.values @ self.part.vectors.square()
+
+    def unseen(self, phi: Tensor, prior: BoundPrior) -> Tensor:
+        """Return the contribution of each weight to the log-determinant, (P,): the diagonal of A⁻¹ (H - H̃)/φ."""
+        missing = self.exact_diagonal.double() - self._part_diagonal
+        return missing / (prior.vector * phi.to(self.part.values))
+
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
+        return self.part.logdet(phi, prior) + self.unseen(phi, prior).sum().clamp_min(0)
+
+    def diagonal(self) -> Tensor:
+        return floored_by_layer(self.exact_diagonal.double(), self.part.selection)
+
+    def state(self) -> State:
+        return State("BoundedCurvature", {}, {"exact_diagonal": self.exact_diagonal}, {"part": self.part.state()})
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> BoundedCurvature:
+        return cls(**state.read(part=Part(LowRankCurvature, network), exact_diagonal=Array(("P",), 0)))
+
+
+@dataclass(frozen=True, eq=False)
+class SubspacePrecision:
+    r"""The posterior θ = w̃ + Dᵀ c with c ~ N(0, G⁻¹) and G = D Λ Dᵀ, for K directions D (K, P).
+
+    It has no variance outside the directions, and nowhere more than the exact posterior:
+    $D^\top (D \Lambda D^\top)^{-1} D \preceq \Lambda^{-1}$.
+    """
+
+    directions: Tensor
+    posterior_root: Tensor  # the Cholesky factor of G
+    prior_root: Tensor  # the Cholesky factor of D A Dᵀ
+    log_determinant: Tensor
+
+    def logdet(self) -> Tensor:
+        return self.log_determinant
+
+    @cached_property
+    def _basis(self) -> Tensor:
+        """L⁻¹ D with G = L Lᵀ, (K, P): the covariance of the weights is its Gram matrix."""
+        return torch.linalg.solve_triangular(self.posterior_root, self.directions, upper=False)
+
+    def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
+        rows = jacobian.jvp(self._basis).to(self._basis).permute(1, 2, 0).unflatten(1, (jacobian.tokens, -1))
+        return (rows @ rows.mT if full else rows.square().sum(-1)).to(jacobian.dtype)
+
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        columns = jacobian.jvp(self._basis).to(self._basis).flatten(1)
+        second = columns if other is None else other.jvp(self._basis).to(self._basis).flatten(1)
+        return (columns.mT @ second).to(jacobian.dtype)
+
+    def sample(self, eps: Tensor) -> Tensor:
+        """Return samples made of the first K columns of ``eps``."""
+        return eps[:, : len(self._basis)].to(self._basis) @ self._basis
+
+    def adjoint(self, v: Tensor) -> Tensor:
+        """Return K columns followed by zeros, in the shape of ``v``."""
+        product = v.to(self._basis) @ self._basis.mT
+        return torch.nn.functional.pad(product, (0, v.shape[1] - len(self._basis)))
+
+    def solve(self, v: Tensor) -> Tensor:
+        return self.sample(self.adjoint(v)).to(v)
+
+    def variances(self) -> Tensor:
+        return self._basis.square().sum(0)
+
+    def decided(self, precision: Tensor) -> Tensor:
+        """Return γ of every weight (P,) under prior precisions (P,): the share of its variance that the data remove."""
+        prior_variances = torch.linalg.solve_triangular(self.prior_root, self.directions, upper=False).square().sum(0)
+        return precision.to(prior_variances) * (prior_variances - self.variances())
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class SubspaceCurvature:
+    """Curvature restricted to K directions D (K, P); ``gram`` is D H Dᵀ at unit dispersion, (K, K)."""
+
+    directions: Tensor
+    gram: Tensor
+    selection: Selection
+
+    def precision(self, phi: Tensor, prior: BoundPrior) -> SubspacePrecision:
+        inside = (self.directions * prior.vector.to(self.gram)) @ self.directions.mT  # D A Dᵀ, (K, K)
+        posterior_root = cholesky(self.gram / phi.to(self.gram) + inside, "the subspace")
+        prior_root = cholesky(inside, "the subspace")
+        outside = prior.logdet().double() - 2 * prior_root.diagonal().log().sum()
+        logdet = outside + 2 * posterior_root.diagonal().log().sum()
+        return SubspacePrecision(self.directions, posterior_root, prior_root, logdet)
+
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
+        """Return log det(H/φ + A) with no curvature outside the directions; for one precision from eigenvalues."""
+        if not prior.is_isotropic:
+            return self.precision(phi, prior).logdet()
+        alpha = prior.values.double()
+        return self.selection.size * alpha.log() + torch.log1p(self._values / (phi.to(alpha) * alpha)).sum()
+
+    @cached_property
+    def _values(self) -> Tensor:
+        """The eigenvalues of H within the span of the directions, in an orthonormal basis."""
+        root = cholesky(self.directions @ self.directions.mT, "the directions")
+        half = torch.linalg.solve_triangular(root, self.gram, upper=False)
+        return eigvalsh(torch.linalg.solve_triangular(root, half.mT, upper=False)).clamp_min(0)
+
+    @cached_property
+    def inner_diagonal(self) -> Tensor:
+        """The diagonal of H within the span of the directions, (P,)."""
+        dual = torch.linalg.solve(self.directions @ self.directions.mT, self.directions)
+        return (dual * (self.gram @ dual)).sum(0)
+
+    def diagonal(self) -> Tensor:
+        return floored_by_layer(self.inner_diagonal.clamp_min(0), self.selection)
+
+    def state(self) -> State:
+        return State("SubspaceCurvature", tensors={"directions": self.directions, "gram": self.gram})
+
+    @classmethod
+    def from_state(cls, state: State, network: Network) -> SubspaceCurvature:
+        fields = state.read(directions=Array(("K", "P")), gram=Array(("K", "K"), also=semidefinite))
+        return cls(**fields, selection=network.selection)
+
+
+PIVOTS = {"greedy": greedy_pivots, "trace": trace_pivots}
+STARTS = (*PIVOTS, "kmeans", "random")
+COPIES = 3  # float64 chunks of rows that a kernel between rows holds: two, and one that is being computed
+
+
+@dataclass(frozen=True, eq=False)
+class Anchors:
+    """M rows J_Z (M, P) of the Jacobian: that of output ``outputs[m]`` at input m, for each m.
+
+    J_Z is kept between calls as the inputs and gradients of every layer; a layer that is shared over many positions
+    keeps its rows themselves (at most M P numbers). What does not fit the byte budget is computed anew at every call.
+    """
+
+    network: Network
+    inputs: Inputs  # (M, ...)
+    outputs: Tensor  # (M,) output numbers; token-level outputs (T, C) are numbered through
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    @property
+    def parts(self) -> Iterable[LayerJacobians]:
+        """J_Z in float64, in chunks of anchors that fit the byte budget."""
+        return _Anew(self) if self._kept is None else self._kept
+
+    @cached_property
+    def _kept(self) -> tuple[LayerJacobians, ...] | None:
+        """All chunks, if they take at most half of the byte budget."""
+        kept, left = [], budget(self.network.device) // 2
+        for part in _Anew(self):
+            kept.append(part)
+            left -= part.nbytes
+            if left < 0:
+                return None
+        return tuple(kept)
+
+    def computed(self) -> Iterator[LayerJacobians]:
+        """Compute J_Z in chunks."""
+        network = self.network
+        each = 8 * COPIES * (network.footprint.width + network.footprint.whole)
+        most = fitting(len(self), each, network.device)
+        for rows in network.footprint.chunks(len(self), 1, network.dtype, network.device, most):
+            tangent = network.linearise(network.take(self.inputs, rows))
+            check_finite(tangent.network_output, "outputs of the network")
+            yield tangent.jacobians(self._seeds(self.outputs[rows])).formed().double().formed()
+
+    def differentiable(self, inputs: Tensor) -> LayerJacobians:
+        """Return J_Z at other inputs, differentiable in these."""
+        tangent = self.network.linearise(inputs, differentiable=True)
+        return tangent.jacobians(self._seeds(self.outputs)).formed().double().formed()
+
+    def _seeds(self, outputs: Tensor) -> Tensor:
+        """Return one-hot output gradients (1, M, [T,] C) that select these outputs."""
+        shape = self.network.output_shape
+        seeds = one_hot(outputs, torch.Size(shape).numel()).to(self.network.dtype)
+        return seeds.reshape(1, len(outputs), *shape)
+
+    def kernel(self, prior: BoundPrior) -> Tensor:
+        """Return J_Z A⁻¹ J_Zᵀ, (M, M)."""
+        return gathered((self.against(part, prior) for part in self.parts), len(self))
+
+    def against(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
+        """Return J A⁻¹ J_Zᵀ for the rows of another Jacobian, (B K, M), in float64."""
+        jacobian = jacobian if jacobian.dtype == torch.float64 else jacobian.double()
+        return gathered((prior_kernel(jacobian, prior, part) for part in self.parts), len(self), 1)
+
+    def times(self, v: Tensor) -> Tensor:
+        """Return v J_Zᵀ for v (n, P): (n, M)."""
+        return gathered((part.jvp(v)[:, :, 0] for part in self.parts), len(self), 1)
+
+    def combined(self, c: Tensor) -> Tensor:
+        """Return c J_Z for c (n, M): (n, P)."""
+        total, start = c.new_zeros(len(c), self.network.selection.size), 0
+        for part in self.parts:
+            total += part.vjp(c[:, start : start + part.batch, None])
+            start += part.batch
+        return total
+
+    def at(self, inputs: Inputs) -> Anchors:
+        """Return anchors with the same outputs at other inputs."""
+        return Anchors(self.network, inputs, self.outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Anew:
+    """The rows of anchors, computed whenever they are iterated over."""
+
+    anchors: Anchors
+
+    def __iter__(self) -> Iterator[LayerJacobians]:
+        return self.anchors.computed()
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The choice of anchors among the outputs of the network at the inputs of a pool."""
+
+    network: Network
+    pool: Pool
+    generator: torch.Generator
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs at one input, those of all tokens together."""
+        return torch.Size(self.network.output_shape).numel()
+
+    def every_output(self) -> Anchors:
+        """Return an anchor at every output of every input of the pool."""
+        return self._numbered(torch.arange(len(self.pool) * self.outputs))
+
+    def landmarks(self, count: int) -> Anchors:
+        """Return ``count`` anchors: a random output of every input, then a second one of every input, and so on."""
+        order = self._random(len(self.pool), self.outputs).argsort(1)  # the outputs of each input in random order
+        index = torch.arange(len(self.pool)).repeat(self.outputs)[:count]
+        place = torch.arange(self.outputs).repeat_interleave(len(self.pool))[:count]
+        return self._at(index, order[index, place])
+
+    def start(self, name: str, count: int, prior: BoundPrior, candidates: int) -> Anchors:
+        """Return at most ``count`` anchors by one of ``STARTS``.
+
+        "greedy" and "trace" choose pivots of the tangent kernel among random candidates, "kmeans" takes centres of the
+        inputs, "random" takes rows of the pool. Inputs without centres (integers, several tensors) are drawn at random
+        instead.
+        """
+        if name in PIVOTS:
+            total = len(self.pool) * self.outputs
+            numbers = self._random(total).argsort()[: max(candidates, count)].cpu()
+            pivots = PIVOTS[name](checked(self._numbered(numbers).kernel(prior)), count)
+            return self._numbered(numbers[pivots.cpu()])
+        outputs = torch.arange(count, device=self.network.device) % self.outputs  # in turn
+        if name == "kmeans" and isinstance(self.pool.inputs, Tensor) and self.pool.inputs.is_floating_point():
+            return self._centres(outputs.sort().values)
+        return self._drawn(outputs)
+
+    def _centres(self, outputs: Tensor) -> Anchors:
+        """Return centres of the inputs for each of these outputs; of the inputs of its class if targets are classes."""
+        inputs, labels = self.pool.inputs, class_labels(self.pool.targets, self.outputs)
+        centres = centres_by_class(inputs.flatten(1), labels, outputs, self.generator)
+        return Anchors(self.network, centres.reshape(-1, *inputs.shape[1:]), outputs)
+
+    def _drawn(self, outputs: Tensor) -> Anchors:
+        """Return anchors at random inputs, each at the output of its class if the targets are classes.
+
+        If there are more anchors than inputs, all inputs come again with the next output, until no pair is left.
+        """
+        size, targets = len(self.pool), self.pool.targets
+        index = self._random(size).argsort().repeat(self.outputs)[: len(outputs)]
+        labels = class_labels(targets[index.to(targets.device)], self.outputs)
+        place = torch.arange(len(index), device=outputs.device)
+        first = outputs[place % size] if labels is None else labels.to(outputs.device)
+        return self._at(index, (first + place // size) % self.outputs)
+
+    def _numbered(self, numbers: Tensor) -> Anchors:
+        """Return the anchors with these numbers: number i C + c is output c at input i of the pool."""
+        return self._at(numbers // self.outputs, numbers % self.outputs)
+
+    def _at(self, index: Tensor, outputs: Tensor) -> Anchors:
+        """Return anchors at the inputs of the pool with these numbers."""
+        return Anchors(self.network, self.pool.rows(index), outputs.to(self.network.device))
+
+    def _random(self, *shape: int) -> Tensor:
+        return uniform(shape, self.generator, torch.empty(0, dtype=torch.float64))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,21 +8,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.core.data import Data
-from lapwing.core.pool import Pool
-from lapwing.core.random import independent_generator
-from lapwing.core.settings import NONE, POSITIVE, is_real, one_of, require, require_integer
-from lapwing.core.trace import Trace
+from lapwing.data.batches import Data
+from lapwing.data.streams import Pool
 from lapwing.errors import UnsupportedError
-from lapwing.likelihoods.energies import refuse_energy
-from lapwing.methods.inducing.anchors import STARTS, Placement
-from lapwing.methods.inducing.collapsed import learn_collapsed
-from lapwing.methods.inducing.points import InducingPoints
-from lapwing.methods.inducing.stochastic import STEPS, learn_stochastic
-from lapwing.methods.protocol import Conformance, Cost, Exactness, Work, Workload, with_validation
+from lapwing.likelihoods.base import refuse_energy
+from lapwing.methods.base import Conformance, Cost, Exactness, Work, Workload, with_validation
+from lapwing.methods.inducing.learning import STEPS, learn_collapsed, learn_stochastic
+from lapwing.methods.inducing.points import STARTS, InducingPoints, Placement
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.bound import starting_precisions
+from lapwing.priors.base import starting_precisions
 from lapwing.problem import Problem, summed_loss
+from lapwing.runtime.settings import NONE, POSITIVE, is_real, one_of, require, require_integer
+from lapwing.runtime.threads import independent_generator
+from lapwing.runtime.trace import Trace
 
 TRIAL = 5  # steps that are timed
 FEW_ROWS, FEW_BYTES = 20_000, 2**30  # outputs of all data, and bytes of their layer factors, up to which L-BFGS is used

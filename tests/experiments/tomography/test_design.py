@@ -13,8 +13,8 @@ from torch import Tensor
 from experiments.tomography.design import DenseBelief, SampledBelief, choose_angles, information_gain, squared_error
 from experiments.tomography.geometry import ParallelBeam
 from experiments.tomography.rays import angle_operators
-from lapwing.core.random import normal
 from lapwing.errors import DataError, LapwingError, NumericalError
+from lapwing.runtime.threads import normal
 from tests.tolerances import assert_close
 
 D = torch.float64

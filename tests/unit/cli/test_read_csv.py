@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lapwing.cli.read_csv import CsvFile
+from lapwing.cli.data import CsvFile
 from lapwing.errors import DataError, FileError
 
 GOOD = "a,b,kind\n1,0.5,cat\n2,-1e-3,dog\n\n3,2,cat\n"

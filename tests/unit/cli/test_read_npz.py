@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lapwing.cli.read_npz import NpzFile
+from lapwing.cli.data import NpzFile
 from lapwing.errors import DataError, FileError
 
 ARRAYS = {

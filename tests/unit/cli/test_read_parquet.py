@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lapwing.cli.read_parquet import ParquetFile
+from lapwing.cli.data import ParquetFile
 from lapwing.errors import DataError, FileError, UnsupportedError
 
 COLUMNS = {

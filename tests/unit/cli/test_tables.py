@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lapwing.cli.read_csv import CsvFile
-from lapwing.cli.read_npz import NpzFile
-from lapwing.cli.tables import Form, Roles, Table
+from lapwing.cli.data import CsvFile, Form, NpzFile, Roles, Table
 from lapwing.errors import DataError
 
 NAMES = ("id", "age", "size", "label")

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.curvature.draws import DrawError
-from lapwing.curvature.seeds import Seeds
+from lapwing.curvature.sweep import DrawError, Seeds
 from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.network import Network
 from tests.cases import BY_NAME

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.state import on_device
-from lapwing.curvature import factors
-from lapwing.curvature.factors import DiagonalFactor, FactorSum, MatrixFactor, RowsFactor, added, decompose, most_rows
+from lapwing.curvature import blocks as factors
+from lapwing.curvature.blocks import DiagonalFactor, FactorSum, MatrixFactor, RowsFactor, added, decompose, most_rows
 from lapwing.curvature.kronecker import _KroneckerSum
 from lapwing.networks.network import Network
+from lapwing.runtime.state import on_device
 from tests.cases import Wrapped
 from tests.references.layout import assembled
 from tests.tolerances import assert_close

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.core.processes import ALONE
-from lapwing.curvature import full, hessian
+from lapwing.curvature import dense as full
+from lapwing.curvature import dense as hessian
 from lapwing.curvature.sweep import PerOutputCurvature
-from lapwing.linalg.gram import STRIP
+from lapwing.data.batches import Data
+from lapwing.data.processes import ALONE
+from lapwing.linalg.dense import STRIP
 from lapwing.networks.network import Network
 from lapwing.priors import isotropic
 from tests.cases import BY_NAME

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.curvature.seeds import PLAIN, Seeds, root_seeds
+from lapwing.curvature.sweep import PLAIN, Seeds, root_seeds
 from tests.tolerances import assert_close, assert_within
 
 D = torch.float64

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.core.state import State, class_named
+from lapwing.runtime.state import State, class_named
 from tests import problems
 from tests.cases import BY_NAME
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.curvature.seeds import DRAWS, MANY
-from lapwing.networks.budget import Footprint
+from lapwing.curvature.sweep import DRAWS, MANY
+from lapwing.networks.jacobians import Footprint
 from lapwing.networks.tangent import Tangent
 from tests import problems
 from tests.cases import BY_NAME

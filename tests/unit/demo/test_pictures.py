@@ -13,10 +13,10 @@ from matplotlib.colors import to_hex, to_rgb
 from lapwing.demo import overview
 from lapwing.demo.bands import draw_bands
 from lapwing.demo.figures import PLAIN, POSTERIOR
-from lapwing.demo.fits import PLAIN as PLAIN_ROW
-from lapwing.demo.fits import VALIDATED
 from lapwing.demo.result import Result
-from lapwing.plots.canvas import new_axis
+from lapwing.demo.training import PLAIN as PLAIN_ROW
+from lapwing.demo.training import VALIDATED
+from lapwing.plots import new_axis
 from tests.pixels import drawn, inked, share
 
 

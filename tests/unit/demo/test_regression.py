@@ -7,11 +7,10 @@ import torch
 
 import lapwing as lw
 from lapwing import metrics
-from lapwing.core.gaussian import FunctionGaussian
 from lapwing.demo.regression import Table, crps, predict, scores
 from lapwing.predictives.mixture import DensityMixture
-from lapwing.predictives.normal import NormalPredictive
-from lapwing.predictives.student import StudentPredictive
+from lapwing.predictives.numbers import NormalPredictive, StudentPredictive
+from lapwing.values.gaussian import FunctionGaussian
 
 MEANS, TARGETS = (torch.tensor(values, dtype=torch.float64).unsqueeze(1) for values in ([0.0, 1.0, -2.0], [0, 4, -9]))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.linalg.design import OperatorDesign
+from lapwing.linalg.operators import OperatorDesign
 from lapwing.networks.selection import Selection
 from tests.references import inverse as dense
 from tests.tolerances import SOLVED, assert_close, assert_within
@@ -202,7 +202,7 @@ def test_float32_networks_are_computed_in_float64() -> None:
 
 def test_large_problems_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     one = case()
-    monkeypatch.setattr("lapwing.inverse.fitting.DOUBLE", 1)
+    monkeypatch.setattr("lapwing.inverse.posterior.DOUBLE", 1)
     posterior = fitted(model=copy.deepcopy(one.model).float(), x=one.x.float())
     assert posterior.reconstruction.dtype == torch.float32
     assert posterior.classes is not None
@@ -222,8 +222,8 @@ def test_large_problems_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("image", [True, False])
 def test_rounding_of_a_float32_network_does_not_hide_the_noise(image: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More measurements than weights of rank, so that the smallest eigenvalues of the covariance are the noise."""
-    monkeypatch.setattr("lapwing.inverse.fitting.DOUBLE", 1)
-    monkeypatch.setattr("lapwing.inverse.fitting.PIXELS", 4 if image else 0)
+    monkeypatch.setattr("lapwing.inverse.posterior.DOUBLE", 1)
+    monkeypatch.setattr("lapwing.inverse.posterior.PIXELS", 4 if image else 0)
     one, mix = case(), torch.randn(31, DY, dtype=D, generator=torch.Generator().manual_seed(1))
     small, matrix = copy.deepcopy(one.model).float(), (mix @ one.a).float()
     probe = fitted(model=small, x=one.x.float(), y=mix @ one.y, operator=matrix)

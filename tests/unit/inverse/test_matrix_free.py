@@ -121,7 +121,7 @@ def gradient(posterior: Any) -> Tensor:
 
 
 def test_value_and_gradient_of_the_evidence_with_a_basis_as_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.inverse.matrix_free.PROBES", DY)
+    monkeypatch.setattr("lapwing.inverse.belief.PROBES", DY)
     posterior = fitted(solver="cg")
     pairs = posterior.belief.matrix_free.pairs
     partial = replace(posterior, pairs=replace(pairs, values=pairs.values[:4], vectors=pairs.vectors[:4]))

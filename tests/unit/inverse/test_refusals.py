@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.linalg.design import OperatorDesign
+from lapwing.linalg.operators import OperatorDesign
 from tests.tolerances import assert_close
 from tests.unit.inverse.problems import DX, DY, D, case, fitted
 

@@ -141,7 +141,7 @@ def test_a_hyperprior_may_use_the_image() -> None:
 
 def test_conjugate_gradients_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a basis as probes, so that the evidence has no error."""
-    monkeypatch.setattr("lapwing.inverse.matrix_free.PROBES", 17)
+    monkeypatch.setattr("lapwing.inverse.belief.PROBES", 17)
     one = case()
     prior = lw.priors.filter_gp(blocks=BLOCKS)
     tuner = lw.tuners.Ascend(steps=5, rate=0.2)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributions import Normal
 
 import lapwing as lw
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.likelihoods.energies import energy, refuse_energy
+from lapwing.likelihoods.base import energy, refuse_energy
+from lapwing.values.gaussian import FunctionGaussian
 from tests.tolerances import SOLVED, assert_close
 
 D = torch.float64

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.likelihoods.hessian import OutputHessian
+from lapwing.likelihoods.base import OutputHessian
 from tests.tolerances import assert_close, tolerance
 
 D = torch.float64

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 
 import lapwing as lw
-from lapwing.core.state import State
+from lapwing.runtime.state import State
 from tests.tolerances import assert_close, assert_within
 
 D = torch.float64

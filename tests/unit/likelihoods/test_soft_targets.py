@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.function_samples import FunctionSamples
-from lapwing.core.gaussian import FunctionGaussian
 from lapwing.errors import DataError, UnsupportedError
+from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import FunctionGaussian
 from tests.tolerances import assert_close
 
 B, C = 5, 4

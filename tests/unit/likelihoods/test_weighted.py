@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.errors import UnsupportedError
-from lapwing.likelihoods.weighted import weighted_count
+from lapwing.likelihoods.base import weighted_count
 from lapwing.registry import METHODS
 from tests.tolerances import SOLVED, assert_close
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.linalg.bases import Axes, Basis, FullBasis, ThinBasis
+from lapwing.linalg.dense import Axes, Basis, FullBasis, ThinBasis
 from tests.tolerances import assert_close
 
 D = torch.float64

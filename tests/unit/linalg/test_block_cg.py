@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.linalg.cg import block_conjugate_gradients, conjugate_gradients
+from lapwing.linalg.krylov import block_conjugate_gradients, conjugate_gradients
 from lapwing.linalg.operators import Solution
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.linalg.spectra import Counted, D, Product, operator, product

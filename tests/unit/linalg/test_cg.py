@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import NumericalError
-from lapwing.linalg.cg import conjugate_gradients
+from lapwing.linalg.krylov import conjugate_gradients
 from lapwing.linalg.operators import Solution
 from tests.tolerances import SOLVED, assert_close
 

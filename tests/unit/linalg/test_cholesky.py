@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lapwing.errors import NumericalError
-from lapwing.linalg.cholesky import cholesky
+from lapwing.linalg.dense import cholesky
 from tests.tolerances import assert_close
 
 

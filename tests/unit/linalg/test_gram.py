@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lapwing.linalg.gram import STRIP, Gram, symmetrise
+from lapwing.linalg.dense import STRIP, Gram, symmetrise
 from tests.tolerances import assert_close
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapwing.linalg.gram import Gram
+from lapwing.linalg.dense import Gram
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapwing.linalg.greedy import most_explaining
+from lapwing.linalg.dense import most_explaining
 from tests.tolerances import assert_close
 
 D = torch.float64

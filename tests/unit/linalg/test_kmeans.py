@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.linalg import kmeans as module
-from lapwing.linalg.kmeans import kmeans
+from lapwing.linalg import dense as module
+from lapwing.linalg.dense import kmeans
 from tests.tolerances import assert_close
 
 D = torch.float64

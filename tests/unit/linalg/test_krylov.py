@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.linalg.cg import block_conjugate_gradients
-from lapwing.linalg.krylov import BlockKrylov, block_krylov
+from lapwing.linalg.krylov import BlockKrylov, block_conjugate_gradients, block_krylov
 from lapwing.linalg.operators import Solution
 from tests.tolerances import assert_close, tolerance
 from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product

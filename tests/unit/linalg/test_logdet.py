@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.linalg.krylov import block_krylov
-from lapwing.linalg.logdet import DeflatedSpectrum, random_signs
+from lapwing.linalg.krylov import DeflatedSpectrum, block_krylov, random_signs
 from tests.tolerances import assert_close, tolerance
 from tests.unit.linalg.spectra import SPECTRA, D, Product, operator, product
 

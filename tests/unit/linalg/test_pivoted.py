@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.linalg.pivoted import greedy_pivots, trace_pivots
+from lapwing.linalg.dense import greedy_pivots, trace_pivots
 
 D = torch.float64
 

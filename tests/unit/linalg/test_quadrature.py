@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lapwing.linalg.logdet import lanczos_quadrature, random_signs
+from lapwing.linalg.krylov import lanczos_quadrature, random_signs
 from tests.tolerances import assert_close, assert_within
 from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.linalg.randomised import randomised_eigenpairs
+from lapwing.linalg.krylov import randomised_eigenpairs
 from tests.tolerances import SOLVED, assert_close
 
 D = torch.float64

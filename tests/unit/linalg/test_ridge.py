@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import NumericalError
-from lapwing.linalg.design import MatrixDesign, OperatorDesign, back_product
 from lapwing.linalg.krylov import OrthonormalRows
+from lapwing.linalg.operators import MatrixDesign, OperatorDesign, back_product
 from lapwing.linalg.ridge import Ridge
 from tests.references.ridge import complete, draws
 from tests.tolerances import SOLVED, assert_close, assert_within, least_hits, student

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.core.switches import quiet
 from lapwing.errors import DataError, LapwingError
-from lapwing.linalg.sparse import SparseOperator
+from lapwing.linalg.operators import SparseOperator
+from lapwing.runtime.threads import quiet
 from tests.tolerances import assert_close
 
 ROWS, SIZE, ENTRIES = 13, 17, 60

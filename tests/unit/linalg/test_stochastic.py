@@ -12,8 +12,7 @@ from torch import Tensor
 
 from experiments.sampling import gradient_variance
 from lapwing.errors import NumericalError
-from lapwing.linalg.design import MatrixDesign, OperatorDesign, Part, back_product, located_parts
-from lapwing.linalg.operators import Solution
+from lapwing.linalg.operators import MatrixDesign, OperatorDesign, Part, Solution, back_product, located_parts
 from lapwing.linalg.stochastic import Passes, Perturbed, dual_descent, sdd, sgd
 from tests.tolerances import SOLVED, assert_close, assert_within
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal, kl_divergence
 
-from lapwing.linalg.variational import Inducing
+from lapwing.linalg.stochastic import Inducing
 from tests.tolerances import SOLVED, assert_close
 
 D = torch.float64

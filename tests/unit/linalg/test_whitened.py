@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.linalg.design import MatrixDesign, back_product, forward_product, gram_product
-from lapwing.linalg.regression import Regression
-from lapwing.linalg.whitened import SharedDesign, WhitenedDesign, noise_root, prior_root
+from lapwing.linalg.operators import MatrixDesign, back_product, forward_product, gram_product
+from lapwing.linalg.ridge import Regression, SharedDesign, WhitenedDesign, noise_root, prior_root
 from tests.tolerances import assert_close
 from tests.unit.linear_problems import D, seed
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.linalg.whitening import smooth_whitening, whitening
+from lapwing.linalg.dense import smooth_whitening, whitening
 from tests.tolerances import SOLVED, assert_close
 
 D = torch.float64

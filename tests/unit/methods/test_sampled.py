@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.linalg.design import back_product
+from lapwing.linalg.operators import back_product
 from lapwing.linalg.ridge import Ridge
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case
@@ -125,7 +125,7 @@ class Counting:
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_precision_and_noise_touch_no_data(kind: str, prior: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One basis for all: not one pass more, though every product would be one."""
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     p = problem(kind)
     data = Counting(p.data)
     method = lw.Sampled(num_samples=1, tolerance=1e-11)
@@ -363,7 +363,7 @@ def test_iterations_count_what_the_basis_did_not_have() -> None:
 @pytest.mark.parametrize("solver", ["sgd", "sdd"])
 def test_parts_in_another_order_are_refused_by_descent(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of the data is not the same part at the next pass: no number of epochs would help."""
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     model, x, y = larger()
     loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(1))
     with pytest.raises(lw.errors.DataError, match=r"two passes over the data gave different rows.*shuffle=False"):
@@ -391,7 +391,7 @@ def test_data_that_change_are_refused_before_the_first_iteration(solver: str, mo
     monkeypatch.setattr(Ridge, "drawn", lambda *_, **__: pytest.fail("noise was drawn"))
     with pytest.raises(lw.errors.DataError, match="a second reading of the data gave other rows"):
         fit()
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     with pytest.raises(lw.errors.DataError, match="a second reading of the data gave other rows"):
         fit()
 
@@ -405,7 +405,7 @@ def test_order_does_not_matter_to_samples(monkeypatch: pytest.MonkeyPatch) -> No
             order = torch.randperm(6, generator=gen)
             yield p.case.batch(6)[order], targets(p.case, p.kind)[order]
 
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     posterior = lw.fit(
         p.case.build(), Shuffled(), "classification", method=lw.Sampled(num_samples=3, tolerance=1e-11), prior=0.7
     ).posterior

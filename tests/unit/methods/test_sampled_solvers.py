@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.core.data import Data
+from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.linalg.design import forward_product, located_parts
+from lapwing.linalg.operators import forward_product, located_parts
 from lapwing.linalg.stochastic import Perturbed
 from lapwing.methods.sampled import Sampled
 from lapwing.networks.network import Network
-from lapwing.tangent.design import NetworkDesign
+from lapwing.tangent import NetworkDesign
 from tests.tolerances import SOLVED, assert_close
 
 D = torch.float64
@@ -156,7 +156,7 @@ def test_a_design_in_parts_is_the_same_design(part: int, cache: int | None) -> N
 @pytest.mark.parametrize("solver", ["sgd", "sdd"])
 def test_streamed_parts_will_do(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = samples(Sampled(num_samples=3, tolerance=1e-12), lw.isotropic(3.0))
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     method = Sampled(num_samples=3, solver=solver, batch=6, epochs=60, tolerance=0.2)
     posterior = fitted(method, lw.isotropic(3.0)).posterior
     assert posterior.solver.ridge.design.streamed

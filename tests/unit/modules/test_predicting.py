@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.modules.closed_form import ClosedForm
-from lapwing.modules.predicting import Predicting
+from lapwing.modules import ClosedForm, Predicting
 from tests import problems
 from tests.tolerances import assert_near
 

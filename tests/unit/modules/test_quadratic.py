@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapwing.modules.quadratic import DenseForm, NoForm, SharedAxes, _shared_axes
+from lapwing.modules import DenseForm, NoForm, SharedAxes, _shared_axes
 from tests.tolerances import assert_close
 
 D, C, ROWS = 5, 3, 4

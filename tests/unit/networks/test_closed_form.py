@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.curvature.full import FullCurvature
-from lapwing.curvature.seeds import Seeds
-from lapwing.curvature.sweep import Sweep
-from lapwing.networks.closed_form import ClosedForm
+from lapwing.curvature.dense import FullCurvature
+from lapwing.curvature.sweep import Seeds, Sweep
+from lapwing.data.batches import Data
+from lapwing.networks.last_layer import ClosedForm
 from lapwing.networks.network import Network
 from tests.cases import Wrapped
 from tests.references import dense

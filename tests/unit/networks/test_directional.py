@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.networks import directional, passes
-from lapwing.networks.directional import forward_products, outputs_along
+from lapwing.networks import passes
+from lapwing.networks import passes as directional
 from lapwing.networks.network import Network
+from lapwing.networks.passes import forward_products, outputs_along
 from lapwing.networks.selection import subnetwork
 from lapwing.networks.tangent import Tangent
 from tests.cases import BY_NAME, Case, Wrapped

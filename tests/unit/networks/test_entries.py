@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from benchmarks.peak import held
-from lapwing.networks import linear_columns, tangent
-from lapwing.networks.dense_jacobian import LookupJacobian
-from lapwing.networks.entries import Entries, PickedJacobian, are_few
+from lapwing.networks import linear_jacobian as linear_columns
+from lapwing.networks import tangent
+from lapwing.networks.dense_jacobian import Entries, LookupJacobian, PickedJacobian, are_few
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import subnetwork

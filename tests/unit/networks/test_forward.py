@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.errors import DataError, ModelError
-from lapwing.networks.checks import refuse_random, refusing_changes
+from lapwing.networks.examine import refuse_random, refusing_changes
 from lapwing.networks.network import Network
 from tests import problems
 from tests.cases import BY_NAME, Output, Wrapped

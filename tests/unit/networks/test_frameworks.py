@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import DataError, ModelError
-from lapwing.networks.frameworks import plain_data, plain_module
+from lapwing.networks.forward import plain_data, plain_module
 
 
 class Trainer:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.networks import halves as module
-from lapwing.networks.halves import coarse, halves, product, product_onto
+from lapwing.networks import dense_jacobian as module
+from lapwing.networks.dense_jacobian import coarse, halves, product, product_onto
 from lapwing.networks.network import Network
 from tests.cases import BY_NAME
 

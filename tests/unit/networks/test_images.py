@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing.core.batches import Batch
-from lapwing.core.images import ImageForm
+from lapwing.data.inputs import Batch
 from lapwing.errors import DataError
-from lapwing.networks.budget import Footprint
+from lapwing.networks.jacobians import Footprint
 from lapwing.networks.network import Network
+from lapwing.values.gaussian import ImageForm
 from tests.cases import Wrapped
 from tests.tolerances import assert_close
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lapwing.networks import near_cache
+from lapwing.networks import linear_jacobian as near_cache
 from lapwing.networks.linear_jacobian import LinearJacobian
 from tests.tolerances import assert_close
 

@@ -16,8 +16,8 @@ import lapwing as lw
 from lapwing.networks import normalised
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
-from lapwing.networks.norm_rules import batch_norm_eps
 from lapwing.networks.normalised import ScaleFree, members, scale_free_groups
+from lapwing.networks.pull import batch_norm_eps
 from tests import problems
 from tests.cases import BY_NAME, CASES, Wrapped
 from tests.references import dense

@@ -16,8 +16,8 @@ import lapwing as lw
 from lapwing.networks import passes
 from lapwing.networks.graph import read
 from lapwing.networks.network import Network
-from lapwing.networks.operation import NoRuleError
 from lapwing.networks.ops import Operation, Slope, entries, operation, register, row_wise
+from lapwing.networks.uses import NoRuleError
 from tests.cases import Wrapped
 from tests.tolerances import assert_close
 

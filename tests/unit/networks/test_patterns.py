@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lapwing.networks.patterns import _with_bits
+from lapwing.networks.passes import _with_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

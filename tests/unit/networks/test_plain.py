@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lapwing.core.counting import OperationCount
-from lapwing.networks.network import Network
-from lapwing.networks.plain import plain_passes, trained_names
+from lapwing.networks.network import Network, plain_passes, trained_names
+from lapwing.runtime.memory import OperationCount
 
 
 def model() -> nn.Sequential:

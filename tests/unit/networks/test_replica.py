@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.networks.forward import raw_output
+from lapwing.networks.forward import Replica, copied, lent, raw_output
 from lapwing.networks.network import Network
-from lapwing.networks.replica import Replica, copied, lent
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.tolerances import assert_close

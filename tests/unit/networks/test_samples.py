@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.core.pool import shuffled
-from lapwing.methods.hfl.objective import Objective
-from lapwing.methods.hfl.pretrained import averaged
-from lapwing.networks.budget import Footprint
+from lapwing.data.batches import Data
+from lapwing.data.streams import shuffled
+from lapwing.methods.hfl.hfl import averaged
+from lapwing.methods.hfl.response import Objective
+from lapwing.networks.jacobians import Footprint
 from lapwing.networks.network import Network
-from lapwing.tuners.maximise_bound import evidence_bound
+from lapwing.tuners.base import evidence_bound
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense

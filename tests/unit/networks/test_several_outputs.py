@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.networks.several_outputs import path_of, picked
+from lapwing.networks.forward import path_of, picked
 from tests.tolerances import assert_close
 
 Pair = namedtuple("Pair", ["small", "large"])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.core.gaussian import FunctionGaussian
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.predictives.normal import NormalPredictive
+from lapwing.predictives.numbers import NormalPredictive
+from lapwing.values.gaussian import FunctionGaussian
 
 
 def predicted(x: torch.Tensor) -> NormalPredictive:

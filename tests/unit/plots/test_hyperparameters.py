@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.core.trace import Step, Trace
 from lapwing.errors import DataError, LapwingError, UnsupportedError
-from lapwing.plots.hyperparameters import EvidenceCurve
-from lapwing.posteriors.effective import EffectiveParameters
+from lapwing.plots import EvidenceCurve
+from lapwing.posteriors.base import EffectiveParameters
+from lapwing.runtime.trace import Step, Trace
 
 
 @pytest.fixture(scope="module")

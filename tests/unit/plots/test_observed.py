@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lapwing.errors import DataError
-from lapwing.plots.observed import Answers, answers, observed_coverage, reliability_points, risk_of, wilson
-from lapwing.predictives.normal import FunctionGaussian, NormalPredictive
+from lapwing.plots import Answers, answers, observed_coverage, reliability_points, risk_of, wilson
+from lapwing.predictives.numbers import FunctionGaussian, NormalPredictive
 
 
 def normal(n: int = 400, scale: float = 1.0) -> tuple[NormalPredictive, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 import lapwing as lw
 from lapwing.decisions.several import Evaluated, Evaluations
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.plots.canvas import PLAIN, POSTERIOR, new_axis
+from lapwing.plots import PLAIN, POSTERIOR, new_axis
 from tests.unit.plots.test_observed import normal
 
 

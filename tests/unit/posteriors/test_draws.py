@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.function_samples import FunctionSamples
 from lapwing.networks.tangent import Tangent
 from lapwing.posteriors import draws
 from lapwing.posteriors.draws import HasNumberedDraws, allotted, numbers_of
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
-from lapwing.predictives.sampled import AveragedClasses, SoftmaxSamples
-from lapwing.predictives.softmax import SoftmaxPredictive
+from lapwing.predictives.labels import AveragedClasses, SoftmaxPredictive, SoftmaxSamples
+from lapwing.values.functions import FunctionSamples
 from tests.references import dense
 from tests.tolerances import assert_close
 

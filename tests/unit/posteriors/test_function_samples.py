@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.networks import directional
+from lapwing.networks import passes as directional
 from lapwing.networks.tangent import Tangent
 from lapwing.posteriors.mixture import MixturePosterior
 from tests.tolerances import assert_close

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.core.random import global_seed
 from lapwing.methods.dropout import FixedMask, Masks
 from lapwing.networks.network import Network
+from lapwing.runtime.threads import global_seed
 
 CPU = torch.device("cpu")
 

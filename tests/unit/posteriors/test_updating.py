@@ -154,15 +154,15 @@ def test_other_data_and_other_weights_are_refused(net):
 
 
 def test_two_methods_of_one_name_are_refused():
-    from lapwing.posteriors.updating import sums_data
+    from lapwing.posteriors.weight_space import sums_data
 
     with pytest.raises(UnsupportedError, match="already know a method 'Kron'"):
         sums_data(type("Kron", (), {}))
 
 
 def test_a_damaged_method_is_refused(net):
-    from lapwing.core.state import State
-    from lapwing.posteriors.updating import SummedBy
+    from lapwing.posteriors.weight_space import SummedBy
+    from lapwing.runtime.state import State
 
     state = SummedBy.state(lw.Kron(sharing="reduce"))
     assert SummedBy.from_state(state) == lw.Kron(sharing="reduce")

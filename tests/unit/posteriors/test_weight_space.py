@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.networks.budget import Footprint
+from lapwing.networks.jacobians import Footprint
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
 from tests import problems

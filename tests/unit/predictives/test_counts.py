@@ -10,7 +10,7 @@ import torch
 from scipy import integrate, special, stats
 
 import lapwing as lw
-from lapwing.predictives.counts import CountPredictive
+from lapwing.predictives.numbers import CountPredictive
 from tests.tolerances import SOLVED, assert_close, assert_within
 
 D = torch.float64

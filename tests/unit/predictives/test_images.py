@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.core.function_samples import FunctionSamples
-from lapwing.core.gaussian import Deferred, FunctionGaussian
-from lapwing.core.images import ImageForm
 from lapwing.errors import DataError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
-from lapwing.predictives.images import ImageClasses, ImageLabels, ImageNumbers, Images
-from lapwing.predictives.normal import NormalPredictive
+from lapwing.predictives.joined import ImageClasses, ImageLabels, ImageNumbers, Images
+from lapwing.predictives.numbers import NormalPredictive
+from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import Deferred, FunctionGaussian, ImageForm
 from tests.tolerances import assert_close
 
 FORM = ImageForm((2, 5))

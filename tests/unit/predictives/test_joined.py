@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 import lapwing.predictives.joined as module
-from lapwing.core.gaussian import FunctionGaussian
-from lapwing.networks.budget import Footprint
+from lapwing.networks.jacobians import Footprint
 from lapwing.predictives.joined import joined, joined_beliefs, joined_rows
-from lapwing.predictives.normal import NormalPredictive
+from lapwing.predictives.numbers import NormalPredictive
+from lapwing.values.gaussian import FunctionGaussian
 from tests.tolerances import SOLVED, assert_close, assert_near
 
 D = torch.float64

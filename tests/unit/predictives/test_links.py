@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.core.gaussian import Deferred
-from lapwing.predictives.links import logit_draws, pairwise, probit
+from lapwing.predictives.labels import logit_draws, pairwise, probit
+from lapwing.values.gaussian import Deferred
 from tests.tolerances import assert_close, assert_near
 
 D = torch.float64

@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.predictives.normal import NormalPredictive
+from lapwing.predictives.numbers import NormalPredictive
 from tests.references.dense import normal_log_density
 from tests.tolerances import assert_close, assert_within
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.core.function_samples import FunctionSamples
-from lapwing.predictives.sampled import AveragedClasses, SoftmaxSamples
+from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
+from lapwing.values.functions import FunctionSamples
 from tests.tolerances import assert_close
 
 D = torch.float64
@@ -76,7 +76,7 @@ def test_aleatoric_is_the_entropy_of_whole_functions() -> None:
 
 @pytest.mark.parametrize("entries", [1, 2**22])
 def test_log_prob_of_labels_in_pieces(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.predictives.sampled.ENTRIES", entries)
+    monkeypatch.setattr("lapwing.predictives.labels.ENTRIES", entries)
     predictive, cells = mixed()
     expected = sum(w * written_out(mean, steps, True).mean(0) for w, mean, steps in cells)
     y = torch.tensor([0, 6, 3, 2])

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.predictives.binary import BinaryPredictive
-from lapwing.predictives.counts import CountPredictive
-from lapwing.predictives.normal import NormalPredictive
-from lapwing.predictives.softmax import SoftmaxPredictive
+from lapwing.predictives.labels import BinaryPredictive, SoftmaxPredictive
+from lapwing.predictives.numbers import CountPredictive, NormalPredictive
 
 BELIEF = lw.FunctionGaussian(torch.zeros(3, 2), torch.eye(2).expand(3, 2, 2))
 PREDICTIVES: dict[str, Any] = {

@@ -10,8 +10,8 @@ from scipy import integrate, stats
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.core.gaussian import Deferred
-from lapwing.predictives.softmax import SoftmaxPredictive
+from lapwing.predictives.labels import SoftmaxPredictive
+from lapwing.values.gaussian import Deferred
 from tests.tolerances import assert_close, assert_within
 
 D = torch.float64

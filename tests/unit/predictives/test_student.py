@@ -9,8 +9,8 @@ import torch
 from scipy import stats
 
 import lapwing as lw
-from lapwing.predictives.densities import cdf, log_density
-from lapwing.predictives.student import StudentPredictive
+from lapwing.predictives.base import cdf, log_density
+from lapwing.predictives.numbers import StudentPredictive
 from tests.tolerances import assert_close, assert_near
 
 D = torch.float64

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.networks.selection import Selection
 from lapwing.priors import filter_gp
-from lapwing.priors.filter_gp import BoundFilterGP
-from lapwing.priors.structured import same_classes
-from lapwing.priors.taps import tap_grid
+from lapwing.priors.base import same_classes, tap_grid
+from lapwing.priors.filters import BoundFilterGP
 from tests.references.inverse import filter_covariance, slope
 from tests.tolerances import SOLVED, assert_close, assert_within
 

@@ -13,7 +13,7 @@ import lapwing as lw
 from lapwing.networks.jacobians import Block
 from lapwing.networks.selection import Selection
 from lapwing.priors import diagonal, isotropic, per_layer
-from lapwing.priors.bound import Prior
+from lapwing.priors.base import Prior
 from tests.tolerances import assert_close
 
 D = torch.float64

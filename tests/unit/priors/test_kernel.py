@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.curvature.blockwise import prior_precision
+from lapwing.curvature.kronecker import prior_precision
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
-from lapwing.priors.bound import BoundPrior
-from lapwing.priors.kernel import prior_kernel
+from lapwing.priors.base import BoundPrior
+from lapwing.priors.filters import prior_kernel
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.references import dense, inducing

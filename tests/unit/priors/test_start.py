@@ -6,7 +6,7 @@ import torch
 
 import lapwing as lw
 from lapwing.networks.selection import Selection
-from lapwing.priors.bound import BoundPrior, group_starting_precisions, single_starting_precision, starting_precisions
+from lapwing.priors.base import BoundPrior, group_starting_precisions, single_starting_precision, starting_precisions
 from tests.tolerances import assert_close
 
 D = torch.float64

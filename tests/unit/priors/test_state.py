@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.core.state import State, class_named
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
-from lapwing.priors.bound import BoundPrior, Prior
+from lapwing.priors.base import BoundPrior, Prior
+from lapwing.runtime.state import State, class_named
 from tests.cases import BY_NAME
 
 CASE = BY_NAME["norms"]

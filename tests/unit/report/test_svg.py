@@ -7,8 +7,8 @@ from functools import cache
 
 import matplotlib
 
-from lapwing.plots.canvas import COLOURS, INK, new_axis
-from lapwing.report.svg import inline_svg
+from lapwing.plots import COLOURS, INK, new_axis
+from lapwing.report.pictures import inline_svg
 
 
 @cache

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lapwing.decisions.evaluation import ClassFrequency, Compared, Evaluation
-from lapwing.metrics.resampling import ScoreInterval
-from lapwing.plots.observed import Answers
+from lapwing.metrics import ScoreInterval
+from lapwing.plots import Answers
 from lapwing.report import verdict
 from lapwing.report.verdict import calibration_error, calibration_error_by_chance, mean_error_by_chance, verdict_of
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from lapwing.errors import ModelError, NumericalError, UnsupportedError
-from lapwing.sklearn.training import (
+from lapwing.sklearn import (
     InUnitsOfTargets,
     Schedule,
     Standardised,

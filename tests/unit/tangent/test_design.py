@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.core.data import Data
+from lapwing.data.batches import Data
 from lapwing.errors import DataError, LapwingError
-from lapwing.linalg.design import back_product, forward_product, gram_product
+from lapwing.linalg.operators import back_product, forward_product, gram_product
 from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
-from lapwing.tangent.design import NetworkDesign, refuse_reordered, refuse_unsteady
+from lapwing.tangent import NetworkDesign, refuse_reordered, refuse_unsteady
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, cast
 from tests.references import dense, ridge
@@ -174,7 +174,7 @@ def test_the_diagonal_of_a_subnetwork_knows_nothing_of_the_rest() -> None:
 
 def test_a_small_budget_of_bytes_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples one at a time in every temporary and in every chunk."""
-    monkeypatch.setattr("lapwing.networks.budget.CACHED", 1)
+    monkeypatch.setattr("lapwing.networks.jacobians.CACHED", 1)
     with lw.memory.limited(1):
         assert_products(built(case, None), written_out(case))
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
+from lapwing import tangent as module
+from lapwing.data.batches import Data
 from lapwing.networks.network import Network
-from lapwing.tangent import model as module
-from lapwing.tangent.model import DenseTangent, StreamedTangent, TangentModel, tangent_model
+from lapwing.tangent import DenseTangent, StreamedTangent, TangentModel, tangent_model
 from tests import problems
 from tests.cases import BY_NAME, Case
 from tests.references import dense

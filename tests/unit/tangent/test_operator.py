@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.linalg.cg import block_conjugate_gradients, conjugate_gradients
+from lapwing.data.batches import Data
+from lapwing.linalg.krylov import block_conjugate_gradients, conjugate_gradients
 from lapwing.linalg.operators import Product
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, cast
@@ -59,7 +59,7 @@ def test_dense_matrices(case: Case) -> None:
 @pytest.mark.parametrize("cache", [0.5, 0.0], ids=["held", "streamed"])
 @pytest.mark.parametrize("name", SOME)
 def test_two_calls_agree_to_the_bit(name: str, cache: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", cache)
+    monkeypatch.setattr("lapwing.tangent.CACHE", cache)
     case = BY_NAME[name]
     posterior, data = fitted(case), problems.batches(case)
     j = posterior.jacobian(data)
@@ -69,7 +69,7 @@ def test_two_calls_agree_to_the_bit(name: str, cache: float, monkeypatch: pytest
 
 
 def test_one_pass_for_all_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     case, passes = BY_NAME["attention"], []
 
     class Counting:
@@ -364,7 +364,7 @@ CHANGES = {
 def test_data_that_change_and_do_not_fit_are_refused(change: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["mlp"]
     posterior = fitted(case)
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     data = Changing(case, CHANGES[change])
     message = (
         "a second reading of the data" if change == "augmented" else "two passes over the data gave different rows"
@@ -379,7 +379,7 @@ def test_a_loader_that_leaves_data_out_by_chance_is_refused(kind: str, monkeypat
     pairs = TensorDataset(case.batch(6), problems.targets(case, 6))
     loader = DataLoader(pairs, batch_size=4, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(1))
     posterior = fitted(case)
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     with pytest.raises(lw.LapwingError, match="a second reading of the data gave other rows"):
         getattr(posterior, kind)(loader)
 
@@ -396,7 +396,7 @@ def test_a_network_that_changes_is_refused_at_every_product(kind: str, monkeypat
     """Streamed products would be those of another network, and move the statistics of batch normalisation."""
     case = BY_NAME["resnet_batchnorm"]
     posterior = fitted(case)
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     operator = getattr(posterior, kind)(problems.batches(case))
     model, v = posterior.network.model, torch.ones(operator.shape[1], dtype=D)
     before = operator @ v
@@ -425,7 +425,7 @@ def test_order_does_not_matter_to_a_streamed_ggn(monkeypatch: pytest.MonkeyPatch
     case = BY_NAME["mlp"]
     _, ggn = problems.dense_ggn(case, case.build())
     posterior = fitted(case)
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     assert_close(posterior.ggn(Changing(case, CHANGES["shuffled"])) @ columns(83), ggn @ columns(83))
 
 
@@ -441,7 +441,7 @@ def test_progress_shows_reading_and_streamed_products(
     assert "Jacobian" in printed
     kept = operator @ v
     assert capsys.readouterr().err == ""  # nothing is read
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     streamed = getattr(posterior, kind)(data, progress=True)
     capsys.readouterr()
     for operator in (streamed, streamed.T):
@@ -460,7 +460,7 @@ def test_bars_appear_on_a_terminal_alone_as_in_a_fit(
 ) -> None:
     case = BY_NAME["mlp"]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     posterior = fitted(case)
     assert bool(capsys.readouterr().err) == terminal
     operator = getattr(posterior, kind)(problems.batches(case))

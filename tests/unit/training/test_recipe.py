@@ -11,8 +11,8 @@ from torch import nn
 
 import lapwing as lw
 from lapwing import errors, recipes
-from lapwing.core.progress import ProgressBar
 from lapwing.priors.given import PerLayer
+from lapwing.runtime.threads import ProgressBar
 from tests import problems
 from tests.unit.training.settings import arrays, kept, mlp, set_to
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch import distributions as d
 
 import lapwing as lw
-from lapwing.core.trace import Trace
 from lapwing.priors.given import PerLayer
+from lapwing.runtime.trace import Trace
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references.evidence import Linearised

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.tuners.budget import budget_weights, fitted_tails
+from lapwing.tuners.mixing import budget_weights, fitted_tails
 from tests.tolerances import assert_close
 
 D = torch.float64

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.tuners.cells import MOST, RARE, TEMPERATURES, grid_of, log_scores, mixture_weights, thinned
+from lapwing.data.batches import Data
+from lapwing.tuners.mixing import MOST, RARE, TEMPERATURES, grid_of, log_scores, mixture_weights, thinned
 from tests.tolerances import SOLVED, assert_close
 
 

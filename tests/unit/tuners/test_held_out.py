@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.curvature.full import FullCurvature
+from lapwing.curvature.dense import FullCurvature
 from lapwing.tuners import held_out
 from lapwing.tuners.held_out import held_out_scores, nll
 from tests import problems

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
+from lapwing.data.batches import Data
 from lapwing.posteriors.mixture import MixturePosterior
-from lapwing.tuners.cells import TEMPERATURES, grid_of
+from lapwing.tuners.mixing import TEMPERATURES, grid_of
 from tests.tolerances import assert_close
 
 D = torch.float64
@@ -39,7 +39,7 @@ KINDS = ("classification", "binary", "multilabel", "regression", "counts", "hete
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_prior_times_likelihood_of_the_validation_data(kind: str) -> None:
-    from lapwing.tuners.cells import log_scores, mixture_weights
+    from lapwing.tuners.mixing import log_scores, mixture_weights
 
     net, training, validation = problem(kind)
     posterior = lw.fit(net, training, kind, prior=1.0).posterior

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
+from lapwing import tangent as tangent_model
+from lapwing.data.batches import Data
 from lapwing.priors.given import Isotropic
-from lapwing.tangent import model as tangent_model
 from lapwing.tuners.linear_mode import ModeSolver
 from tests import problems
 from tests.cases import BY_NAME, Wrapped

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.core.function_samples import FunctionSamples
+from lapwing.data.batches import Data
 from lapwing.networks.tangent import Tangent
 from lapwing.posteriors import draws
 from lapwing.posteriors.mixture import MixturePosterior, member
-from lapwing.predictives.sampled import AveragedClasses, SoftmaxSamples
-from lapwing.tuners import cells
-from lapwing.tuners.cells import CellGrid, grid_of, log_scores
+from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
+from lapwing.tuners import mixing as cells
 from lapwing.tuners.held_out import held_out_scores, nll
+from lapwing.tuners.mixing import CellGrid, grid_of, log_scores
+from lapwing.values.functions import FunctionSamples
 from tests.references import dense
 from tests.tolerances import assert_close
 

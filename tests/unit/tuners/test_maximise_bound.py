@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.tuners.maximise_bound import terms
+from lapwing.data.batches import Data
+from lapwing.tuners.base import terms
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case
 from tests.references.evidence import Linearised, adam

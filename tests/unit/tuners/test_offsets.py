@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
+from lapwing.data.batches import Data
 from lapwing.networks.network import Network
-from lapwing.tuners.held_outputs import HeldOutputs
-from lapwing.tuners.offsets import WIDTHS, learned_offset
+from lapwing.tuners.held_out_data import WIDTHS, HeldOutputs, learned_offset
 from tests.tolerances import assert_close
 
 D = torch.float64

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.linalg.design import back_product
+from lapwing.linalg.operators import back_product
 from tests import problems
 from tests.references import dense, ridge
 from tests.references.ridge import Linear

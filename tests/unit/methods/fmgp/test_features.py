@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.fmgp.features import features, last_layer_network
+from lapwing.methods.fmgp import features, last_layer_network
 from lapwing.networks.network import Network
 from tests import problems
 from tests.cases import BY_NAME

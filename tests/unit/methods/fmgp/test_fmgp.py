@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.methods.fmgp.posterior import FreeKernel
+from lapwing.methods.fmgp import FreeKernel
 from lapwing.registry import named
 from tests import problems
 from tests.cases import BY_NAME, CASES

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.methods.fmgp.posterior import KERNELS, FreeKernel
+from lapwing.methods.fmgp import KERNELS, FreeKernel
 from tests.tolerances import assert_close
 
 D = torch.float64

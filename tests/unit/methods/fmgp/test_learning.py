@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.likelihoods.energies import energy
-from lapwing.linalg.variational import Inducing
-from lapwing.methods.fmgp.features import Sight, Table, last_layer_network
-from lapwing.methods.fmgp.learning import Learning, State
-from lapwing.methods.fmgp.posterior import FreeKernel, FunctionPosterior
+from lapwing.likelihoods.base import energy
+from lapwing.linalg.stochastic import Inducing
+from lapwing.methods.fmgp import FreeKernel, FunctionPosterior, KernelState, Learning, Sight, Table, last_layer_network
 from lapwing.problem import Statistics
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.methods.fmgp.tasks import classes, confident, curve, fitted, learned, model
@@ -39,7 +37,9 @@ def test_points_at_all_data_are_the_exact_process(kind: str) -> None:
     seen, _ = sight(x)
     numbers = torch.tensor([0, 1]).repeat(8)
     points = seen.repeat_interleave(2, 0)
-    state = State(kernel, points, numbers, torch.zeros(16, dtype=D), noise.log(), Inducing(torch.eye(16, dtype=D)))
+    state = KernelState(
+        kernel, points, numbers, torch.zeros(16, dtype=D), noise.log(), Inducing(torch.eye(16, dtype=D))
+    )
     _, rows = state.whitened(Table(seen, seen, seen))
     flat = rows.flatten(0, 1)
     known = replace(state, inducing=state.inducing.updated(flat.T @ flat / noise, 1.0))
@@ -53,15 +53,15 @@ def test_points_at_all_data_are_the_exact_process(kind: str) -> None:
     assert float(found.problem.likelihood.dispersion) == pytest.approx(0.3)
 
 
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[State]:
-    states: list[State] = []
-    original = State.posterior
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[KernelState]:
+    states: list[KernelState] = []
+    original = KernelState.posterior
 
-    def noted(self: State, *args: Any) -> FunctionPosterior:
+    def noted(self: KernelState, *args: Any) -> FunctionPosterior:
         states.append(self)
         return original(self, *args)
 
-    monkeypatch.setattr(State, "posterior", noted)
+    monkeypatch.setattr(KernelState, "posterior", noted)
     return states
 
 
@@ -87,9 +87,9 @@ def test_steps_on_the_covariance_end_where_the_objective_is_flat(monkeypatch: py
     with torch.no_grad():
         table = Table(x, model()(x), y)
     every_row = lambda shape, *_: (torch.arange(shape[0], dtype=D) + 0.5) / shape[0]
-    monkeypatch.setattr("lapwing.methods.fmgp.learning.uniform", every_row)
+    monkeypatch.setattr("lapwing.methods.fmgp.uniform", every_row)
     likelihood, gen = lw.Gaussian(noise_std=2.0), torch.Generator().manual_seed(0)
-    start = State.initial("rbf", likelihood, table, torch.tensor([True]), 6, gen)
+    start = KernelState.initial("rbf", likelihood, table, torch.tensor([True]), 6, gen)
     learning = Learning(lw.FMGP(batch_size=60), likelihood, table, None, gen, start)
     still = torch.optim.SGD(start.free, lr=0.0)
     for _ in range(80):

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.fmgp import posterior as function_space
-from lapwing.methods.fmgp.features import Sight, last_layer_network
-from lapwing.methods.fmgp.posterior import KERNELS, FreeKernel, FunctionPosterior
+from lapwing.methods import fmgp as function_space
+from lapwing.methods.fmgp import KERNELS, FreeKernel, FunctionPosterior, Sight, last_layer_network
 from lapwing.networks.network import Network
 from lapwing.problem import Problem, Statistics
 from tests.cases import BY_NAME

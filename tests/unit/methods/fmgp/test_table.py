@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.fmgp.features import Table
-from lapwing.methods.fmgp.learning import output_scale
+from lapwing.methods.fmgp import Table, output_scale
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.methods.fmgp.tasks import curve, fitted, model
 from tests.unit.methods.sine import NOISE

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.hfl.objective import Objective
-from lapwing.methods.hfl.posteriors import ResponsePosterior
-from lapwing.methods.hfl.response import Response
+from lapwing.methods.hfl.hfl import ResponsePosterior
+from lapwing.methods.hfl.response import Objective, Response
 from tests.minima import fitted, new, off, shifted, small
 from tests.references.minimum import Energy
 from tests.tolerances import assert_close

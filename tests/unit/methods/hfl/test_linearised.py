@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.hfl.posteriors import LinearisedResponse
+from lapwing.methods.hfl.hfl import LinearisedResponse
 from tests import problems
 from tests.cases import BY_NAME, cast
 from tests.minima import copied, fitted, gapped, new, off, small
@@ -46,7 +46,7 @@ def test_rows_are_solved_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x = new(energy, 5)
     found = fitted(energy, lw.HFL(mode="linearised"))
     whole, joint = found.functions(x).cov, found.functions(x, joint=True).cov
-    monkeypatch.setattr("lapwing.methods.hfl.posteriors.ROWS", 2)
+    monkeypatch.setattr("lapwing.methods.hfl.hfl.ROWS", 2)
     assert off(found.functions(x).cov, whole) < 1e-8
     assert off(found.functions(x, joint=True).cov, joint) < 1e-8
 
@@ -84,7 +84,7 @@ def test_data_that_are_not_kept_are_passed_over_again(monkeypatch: pytest.Monkey
     case = BY_NAME["token_level"]
     data, inputs = problems.batches(case), case.batch(2, seed=1)
     full = lw.fit(case.build(), data, "classification", method=lw.Full(), prior=0.7).functions(inputs).cov
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     found = lw.fit(case.build(), data, "classification", method=lw.HFL(mode="linearised"), prior=0.7)
     assert found.posterior.design.streamed
     assert_close(found.functions(inputs).cov, full, 1 / 2)
@@ -194,7 +194,7 @@ def test_data_in_another_order_at_every_pass(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(found.posterior, LinearisedResponse)
     assert off(found.functions(x).cov, energy.each(x, energy.ggn())) < 1e-8
     assert off(fitted(energy, lw.HFL(), data=Shuffled()).functions(x).cov, energy.each(x)) < 1e-6
-    monkeypatch.setattr("lapwing.tangent.design.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     with pytest.raises(lw.errors.DataError, match="two passes over the data gave different rows"):
         fitted(energy, lw.HFL(mode="linearised"), data=Shuffled())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.methods.hfl.newton import newton, pushed
+from lapwing.methods.hfl.response import newton, pushed
 from tests.tolerances import assert_close
 
 D = torch.float64

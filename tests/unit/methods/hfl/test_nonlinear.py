@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.hfl.posteriors import ResponsePosterior
+from lapwing.methods.hfl.hfl import ResponsePosterior
 from tests import minima, problems
 from tests.cases import BY_NAME
 from tests.minima import at_its_targets, copied, fitted, gapped, new, off, small
@@ -166,7 +166,7 @@ def rotating() -> Energy:
 @pytest.mark.parametrize(("limit", "dtype"), [(2048, D), (2048, torch.float32), (0, D)])
 def test_weights_that_can_rotate(limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two linear layers in a row, as in an attention head: the loss is flat along rotations, which move no output."""
-    monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", limit)
+    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", limit)
     energy = rotating()
     values, vectors = torch.linalg.eigh(energy.hessian())
     flat = values < 1e-9
@@ -190,7 +190,7 @@ def test_weights_that_can_rotate(limit: int, dtype: torch.dtype, monkeypatch: py
 
 
 def test_conjugate_gradients_in_place_of_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", 10)
+    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", 10)
     energy = small("bernoulli", 2)
     x = new(energy, 1)
     posterior = fitted(energy, lw.HFL(tolerance=1e-4))

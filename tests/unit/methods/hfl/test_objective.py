@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.batches import Batch
-from lapwing.core.data import Data
-from lapwing.methods.hfl.objective import Objective
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Batch
+from lapwing.methods.hfl.response import Objective
 from lapwing.networks.functionals import scalar
 from tests import problems
 from tests.cases import BY_NAME

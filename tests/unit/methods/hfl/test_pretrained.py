@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.hfl.responder import FineTuner
-from lapwing.methods.hfl.response import Response
+from lapwing.methods.hfl.response import FineTuner, Response
 from tests import problems
 from tests.cases import BY_NAME
 from tests.minima import copied, data, fitted, held_out, new, off, pretrained, small
@@ -167,7 +166,7 @@ def test_random_pushes_are_draws_of_the_posterior(kind: str, formed: bool, monke
     """H⁻¹ ξ: with ξ ~ N(0, H) the Laplace variances themselves, within five of their stated standard errors; where the
     Hessian is not formed, ξ ~ N(0, G/φ + A), those of H⁻¹ (G/φ + A) H⁻¹."""
     if not formed:
-        monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", 0)
+        monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", 0)
     energy = small(kind, 3)
     x = new(energy, 3)
     inverse = torch.linalg.inv(energy.hessian())
@@ -343,7 +342,7 @@ def test_unfinished_fine_tuning_is_refused() -> None:
 
 def test_all_data_are_in_the_random_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one batch or in two, where they are drawn from the data."""
-    monkeypatch.setattr("lapwing.methods.hfl.newton.DENSE", 0)
+    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", 0)
     energy = small("categorical", 3)
     x = new(energy)
     method = lw.HFL(mode="pretrained", variant="random", pushes=800)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.hfl.responder import Responder
-from lapwing.methods.hfl.response import Response
+from lapwing.methods.hfl.response import Responder, Response
 from tests.minima import copied, fitted, gapped, new, off, small
 from tests.tolerances import SOLVED, assert_close
 

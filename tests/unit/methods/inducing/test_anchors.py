@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.inducing.anchors import Anchors
-from lapwing.methods.inducing.curvatures import AnchoredCurvature, AnchoredRows
+from lapwing.methods.inducing.points import AnchoredCurvature, AnchoredRows, Anchors
 from lapwing.networks.network import Network
 from tests.cases import BY_NAME
 from tests.references import dense, inducing

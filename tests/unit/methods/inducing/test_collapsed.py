@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.methods.inducing.anchors import Anchors
-from lapwing.methods.inducing.collapsed import collapsed_bound
-from lapwing.methods.inducing.points import InducingPoints
+from lapwing.data.batches import Data
+from lapwing.methods.inducing.learning import collapsed_bound
+from lapwing.methods.inducing.points import Anchors, InducingPoints
 from tests.cases import BY_NAME
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.methods.sine import D, classes, curve, exact, fitted

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
+from lapwing.data.batches import Data
 from lapwing.methods.inducing import ella as module
-from lapwing.methods.inducing.anchors import Anchors
 from lapwing.methods.inducing.ella import leading_rows, within
+from lapwing.methods.inducing.points import Anchors
 from lapwing.networks.network import Network
 from lapwing.problem import Problem
 from tests import problems

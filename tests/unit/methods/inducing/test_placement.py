@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.core.data import Data
-from lapwing.core.pool import Pool, class_labels
-from lapwing.methods.inducing.anchors import STARTS, Placement
+from lapwing.data.batches import Data
+from lapwing.data.streams import Pool, class_labels
+from lapwing.methods.inducing.points import STARTS, Placement
 from lapwing.networks.network import Network
 from tests import problems
 from tests.cases import BY_NAME

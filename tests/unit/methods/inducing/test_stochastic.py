@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.core.batches import Batch
-from lapwing.core.data import Data
-from lapwing.linalg.variational import Inducing
-from lapwing.linalg.whitening import smooth_whitening
-from lapwing.methods.inducing.anchors import Anchors
-from lapwing.methods.inducing.collapsed import learn_collapsed
-from lapwing.methods.inducing.points import InducingPoints, whitened_rows
-from lapwing.methods.inducing.stochastic import Stochastic, learn_stochastic
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Batch
+from lapwing.linalg.dense import smooth_whitening
+from lapwing.linalg.stochastic import Inducing
+from lapwing.methods.inducing.learning import Stochastic, learn_collapsed, learn_stochastic
+from lapwing.methods.inducing.points import Anchors, InducingPoints, whitened_rows
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense, inducing

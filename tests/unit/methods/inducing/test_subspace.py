@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.methods.inducing.curvatures import SubspaceCurvature
+from lapwing.methods.inducing.points import SubspaceCurvature
 from lapwing.networks.network import Network
 from tests.cases import BY_NAME
 from tests.references import dense, inducing

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.core.trace import Step
 from lapwing.methods.inducing import valla as module
 from lapwing.priors.given import PerLayer
+from lapwing.runtime.trace import Step
 from tests import problems
 from tests.cases import BY_NAME
 from tests.tolerances import SOLVED, assert_close

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.inducing.curvatures import AnchoredCurvature
+from lapwing.methods.inducing.points import AnchoredCurvature
 from tests import problems
 from tests.cases import BY_NAME
 from tests.tolerances import SOLVED, assert_close, assert_within

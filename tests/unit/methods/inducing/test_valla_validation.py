@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.methods.inducing import stochastic as module
-from lapwing.methods.inducing.stochastic import COARSE, FINE, Validation
+from lapwing.methods.inducing import learning as module
+from lapwing.methods.inducing.learning import COARSE, FINE, Validation
 from tests.cases import BY_NAME
 from tests.references import dense, inducing
 from tests.tolerances import SOLVED, assert_close

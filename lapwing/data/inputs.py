@@ -1,0 +1,379 @@
+"""Inputs of a network, and batches of inputs, targets and weights.
+
+Inputs of a network: nestings of tensors and sets of samples, and which of them have a row for each sample.
+
+How many samples a batch has and which rows are whose is decided here, for the whole library. Inputs may hold tensors
+with a row for each sample beside tensors that all samples share (a context beside x). The rule: **a tensor has a row
+for each sample if its first dimension is the number of samples and no other batch has shown that all samples share
+it.** The number of samples is that of the targets in a batch of data, and that of the outputs where a model has run. A
+set of samples (``data/samples.py``) says both itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lapwing.data.samples import SampleSet, standard, tensors_of
+from lapwing.errors import DataError
+from lapwing.runtime.settings import is_array
+from lapwing.runtime.state import rebuilt
+
+Inputs = Any  # a tensor or a set of samples, or a tuple, list or mapping of those
+Leaf = Tensor | SampleSet
+LEAVES = (Tensor, SampleSet, PackedSequence)
+
+
+def map_leaves(tree: Inputs, change: Callable[[Any], Any]) -> Inputs:
+    """Return the same nesting with ``change`` applied to every leaf: a tensor, or a set of samples."""
+    if isinstance(tree, LEAVES):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(value, change) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return rebuilt(tree, [map_leaves(value, change) for value in tree])
+    return tree
+
+
+def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return the same nesting with ``change`` applied to every tensor, those of sets of samples too."""
+    return map_leaves(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf.changed(change))
+
+
+def as_tensors(tree: Any, dtype: torch.dtype, what: str = "inputs") -> Inputs:
+    """Return the same nesting with every NumPy array and data frame as a tensor; everything else as it is.
+
+    Floating-point numbers get the dtype, which is that of the model; whole numbers stay whole, for embeddings. NumPy is
+    not imported here: an array exists only where its user has imported it. ``what`` names them in errors.
+
+    Raises:
+        DataError: If an array holds text, objects or complex numbers, or has masked entries.
+    """
+    if isinstance(tree, LEAVES):
+        return tree
+    if isinstance(tree, Mapping) and not hasattr(tree, "__array__"):
+        return {key: as_tensors(value, dtype, what) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return rebuilt(tree, [as_tensors(value, dtype, what) for value in tree])
+    return _from_array(tree, dtype, what) if is_array(tree) else tree
+
+
+def _from_array(given: Any, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a copy of an array as a tensor."""
+    array = given.__array__()
+    kind = {"b": torch.bool, "i": torch.int64, "u": torch.int64, "f": dtype}.get(array.dtype.kind)
+    masked = isinstance(given, sys.modules["numpy"].ma.MaskedArray)
+    if kind is None or masked:
+        what = "masked entries" if masked else f"the dtype {array.dtype}"
+        raise DataError(
+            f"the {name} are a {type(given).__name__} with {what}; expected numbers. Encode text and categories as "
+            "numbers, fill in what is missing, and give the values as one array."
+        )
+    plain = array.astype({torch.bool: "bool", torch.int64: "int64"}.get(kind, "float64"), order="C")
+    return torch.from_numpy(plain).to(kind)
+
+
+def tensors_in(tree: Inputs) -> Iterator[Tensor]:
+    """Yield every tensor of a nesting, in order, those of sets of samples too."""
+    if isinstance(tree, Tensor):
+        yield tree
+        return
+    for _, leaf in placed(tree):
+        yield from (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf)
+
+
+def wants_slopes(tree: Inputs) -> bool:
+    """Return whether results are to be differentiable in these inputs: one requires a gradient, and grad mode is on."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(tree))
+
+
+def placed(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of a nesting in order, with a name for its place.
+
+    The number of dimensions is part of the name: a context for each sample has one more than a context for all samples.
+    """
+    if isinstance(inputs, LEAVES):
+        yield f"{place}: {inputs.ndim if isinstance(inputs, Tensor) else 'set'}", inputs
+    elif isinstance(inputs, Mapping):
+        for key, value in inputs.items():
+            yield from placed(value, f"{place}[{key!r}]")
+    elif isinstance(inputs, tuple | list):
+        for number, value in enumerate(inputs):
+            yield from placed(value, f"{place}[{number}]")
+
+
+def place_name(key: str) -> str:
+    """Return the name of a place without the number of dimensions, for messages."""
+    return key.rpartition(":")[0]
+
+
+def is_numbers(value: Any) -> bool:
+    """Return whether the value is a list or tuple of numbers, nested or not, without any tensor.
+
+    >>> is_numbers([[0.5, 1.0], [2.0, 3.0]]), is_numbers([(0.5, torch.zeros(2))]), is_numbers([])
+    (True, False, False)
+    """
+    first = value
+    while isinstance(first, tuple | list) and first:
+        first = first[0]
+    return first is not value and isinstance(first, int | float) and not any(placed(value))
+
+
+def n_rows(leaf: Leaf) -> int:
+    """Return the first dimension of a tensor, 0 for a single number, which has no rows; or the number of samples."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape[0] if leaf.ndim else 0
+    return len(leaf)
+
+
+def call(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
+    """Call the model as its signature asks: mappings by keyword, tuples by position, anything else as one argument.
+
+    ``more`` are further arguments by keyword.
+    """
+    if not isinstance(inputs, Tensor) and any(isinstance(leaf, SampleSet) for _, leaf in placed(inputs)):
+        inputs = map_leaves(inputs, lambda leaf: leaf if isinstance(leaf, Tensor) else leaf.arguments())
+    if isinstance(inputs, Mapping):
+        if accepts(model, (), inputs):
+            return model(**inputs, **more)
+        names = [*_signature(model).parameters]
+        if set(names) & set(inputs):  # it takes some of these keys by name: others are too many, or some are missing
+            raise DataError(
+                f"a batch has the input keys {sorted(map(str, inputs))}; the model takes {', '.join(names)}. Leave the "
+                "others out of the batch, or wrap the model in a module that takes them."
+            )
+        return model(inputs, **more)
+    if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence):
+        return model(*inputs, **more) if accepts(model, tuple(inputs)) else model(inputs, **more)
+    return model(inputs, **more)
+
+
+def takes(model: Callable[..., Any], name: str) -> bool:
+    """Return whether the model's signature has an argument of this name."""
+    return name in _signature(model).parameters
+
+
+def _signature(model: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(getattr(model, "forward", model))
+
+
+def accepts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Return whether the model's signature takes these arguments."""
+    try:
+        _signature(model).bind(*args, **(kwargs or {}))
+    except TypeError:
+        return False
+    return True
+
+
+def refuse_meta(*trees: Inputs) -> None:
+    """Raise if a tensor is on the meta device: it has a shape and no numbers."""
+    if any(t.is_meta for tree in trees for t in tensors_in(tree)):
+        raise DataError("a tensor is on the meta device and has no numbers; expected data on a CPU or a GPU.")
+
+
+def moved(inputs: Inputs, move: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return the inputs with every tensor moved; packed sequences and nested tensors become sets of samples.
+
+    Raises:
+        DataError: If a tensor has no numbers.
+    """
+    inputs = map_leaves(inputs, standard)
+    refuse_meta(inputs)
+    return map_tensors(inputs, move)
+
+
+def check_finite(tree: Inputs, what: str) -> None:
+    """Raise if any floating-point tensor holds NaN or infinity."""
+    refuse_meta(tree)
+    for each in tensors_in(tree):
+        tensor = each.detach()
+        # A sum is finite only if every term is, and is ten times cheaper than a test of each. It may overflow where
+        # no term does, so the terms are tested where the sum is not finite.
+        if not tensor.is_floating_point() or math.isfinite(tensor.sum()):
+            continue
+        if not bool(torch.isfinite(tensor).all()):
+            bad = (~torch.isfinite(tensor)).sum().item()
+            raise DataError(
+                f"{what}: {bad} of {tensor.numel()} entries are NaN or infinite; expected finite numbers. "
+                "Clean the data, or check the network for overflow."
+            )
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """The knowledge from earlier batches about each tensor: whether it has a row for each sample.
+
+    ``known`` maps places (see ``placed``) to answers. A tensor of one row shows nothing: it may be shared in some
+    batches and have a row for each sample in others.
+
+    >>> import torch
+    >>> x, context = torch.zeros(4, 2), torch.zeros(6, 3)
+    >>> rows = SampleRows().learned((x, context), 4)
+    >>> rows.per_sample((torch.zeros(6, 2), context), 6)
+    (True, False)
+    >>> rows.count((torch.zeros(5, 2), context))
+    5
+    """
+
+    known: Mapping[str, bool] = field(default_factory=dict)
+
+    def count(self, inputs: Inputs) -> int | None:
+        """Return the number of samples, or None where only the outputs of a model can say it."""
+        if isinstance(inputs, Tensor) and inputs.ndim:
+            return inputs.shape[0]
+        leaves = list(placed(inputs))
+        for _, leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                return len(leaf)
+        if not any(n_rows(t) or t.ndim for _, t in leaves if isinstance(t, Tensor)):
+            if is_numbers(inputs):
+                raise DataError(
+                    f"the inputs are a {type(inputs).__name__} of {len(inputs)} with numbers in it; expected a tensor "
+                    "or an array. Make one of them: np.asarray(inputs), or torch.as_tensor(inputs)."
+                )
+            raise DataError(
+                f"the inputs are {type(inputs).__name__} and hold no tensor with a batch dimension; expected (B, ...). "
+                "Give the batches of a loader one by one."
+            )
+        rows = {key: n_rows(t) for key, t in leaves}
+        sizes = {n for key, n in rows.items() if self.known.get(key)} or {
+            n for key, n in rows.items() if n and key not in self.known
+        }
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def per_sample(self, inputs: Inputs, n_samples: int) -> tuple[bool, ...]:
+        """Return for each tensor, in order, whether it has a row for each sample."""
+        return tuple(n_rows(t) == n_samples and self.known.get(key, True) for key, t in placed(inputs))
+
+    def is_open(self, inputs: Inputs, n_samples: int) -> bool:
+        """Return whether a tensor met for the first time may have as many rows as there are samples by chance."""
+        flags = self.per_sample(inputs, n_samples)
+        new = any(flag and key not in self.known for flag, (key, _) in zip(flags, placed(inputs), strict=True))
+        return new and n_samples > 1 and sum(flags) > 1
+
+    def refuse_change(self, inputs: Inputs, n_samples: int) -> None:
+        """Raise if a tensor that had a row for each sample has another number of rows now."""
+        for key, t in placed(inputs):
+            if self.known.get(key) and n_rows(t) not in (1, n_samples):  # one row is spread over all samples
+                raise DataError(
+                    f"{place_name(key)} has {n_rows(t)} rows for {n_samples} samples and had one for each sample in an "
+                    "earlier batch; expected the same kind of tensor in all. Use another batch size for the first "
+                    "batch if all samples share it, or give each sample its row."
+                )
+
+    def learned(self, inputs: Inputs, n_samples: int) -> SampleRows:
+        """Return the knowledge after a batch of this many samples."""
+        flags = self.per_sample(inputs, n_samples)
+        answers = {key: flag for flag, (key, t) in zip(flags, placed(inputs), strict=True) if n_rows(t) != 1}
+        return SampleRows({**self.known, **answers})
+
+
+def in_both(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return which tensors have a row for each sample in two batches: what is shared in one is shared in both.
+
+    An empty tuple stands for no batch.
+    """
+    if one and len(one) != len(other):
+        raise DataError(f"batches of {len(one)} and of {len(other)} input tensors; expected as many in all of them.")
+    return tuple(a and b for a, b in zip(one, other, strict=True)) if one else other
+
+
+def take(inputs: Inputs, per_sample: Sequence[bool], rows: slice | Tensor) -> Inputs:
+    """Return some samples of a batch: tensors with a row for each sample are cut, the others stay whole."""
+    flags = iter(per_sample)
+    return map_leaves(inputs, lambda leaf: _some(leaf, rows) if next(flags) else leaf)
+
+
+def _some(leaf: Leaf, rows: slice | Tensor) -> Leaf:
+    if isinstance(leaf, Tensor):
+        return leaf[rows if isinstance(rows, slice) else rows.to(leaf.device)]
+    return leaf.take(torch.arange(len(leaf))[rows] if isinstance(rows, slice) else rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One batch: the inputs of the network, and the targets."""
+
+    inputs: Inputs
+    targets: Tensor
+    key: str | None = None  # of the targets, in a batch that is a mapping
+    weights: Tensor | None = None  # of the samples, (B,) in float64; None if each counts once
+
+    @property
+    def labels(self) -> bool:
+        """Whether the targets are what a model takes as ``labels``: they have that name, or are one of its inputs."""
+        same = lambda t: t.shape == self.targets.shape and bool(((t == self.targets) | (self.targets < 0)).all())
+        return self.key == "labels" or any(same(t) for t in tensors_in(self.inputs) if not t.is_floating_point())
+
+    @property
+    def n_samples(self) -> int:
+        """The number of samples: that of the targets."""
+        return len(self.targets) if self.targets.ndim else 1
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on another device."""
+        weights = None if self.weights is None else self.weights.to(device)
+        return Batch(map_tensors(self.inputs, lambda t: t.to(device)), self.targets.to(device), self.key, weights)
+
+    def weights_of(self, rows: slice) -> Tensor | None:
+        """Return the weights of some samples; None if each counts once."""
+        return None if self.weights is None else self.weights[rows]
+
+
+def digest(batch: Batch) -> bytes:
+    """Return a few bytes that two batches share only if all their numbers are the same."""
+    total = hashlib.blake2b(digest_size=16)
+    for tensor in (*tensors_in(batch.inputs), batch.targets):
+        total.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return total.digest()
+
+
+def merged(batches: Iterable[Batch], rows: int | Callable[[Inputs], int]) -> Iterator[Batch]:
+    """Yield consecutive batches of plain tensors, joined until they hold at least ``rows`` samples.
+
+    ``rows`` is a number, or a function from the inputs of a batch to the number for samples like these.
+
+    The result of a pass does not depend on the batch size, but its cost does: each call has a fixed cost.
+    Batches that are not tensors of one shape stay as they are.
+    """
+    waiting: list[Batch] = []
+    count, form = 0, None
+    for batch in batches:
+        before, form = form, _plain_rows(batch)
+        if waiting and form != before:
+            yield _joined(waiting)
+            waiting, count = [], 0
+        waiting.append(batch)
+        count += batch.n_samples
+        if form is None or count >= (rows(batch.inputs) if callable(rows) else rows):
+            yield _joined(waiting)
+            waiting, count = [], 0
+    if waiting:
+        yield _joined(waiting)
+
+
+def _plain_rows(batch: Batch) -> tuple[Any, ...] | None:
+    """Return shapes and dtypes of the rows of inputs and targets; None if the inputs are not one tensor of rows."""
+    x, y = batch.inputs, batch.targets
+    if not isinstance(x, Tensor) or not x.ndim or not y.ndim or len(x) != len(y):
+        return None
+    return x.shape[1:], x.dtype, y.shape[1:], y.dtype, batch.weights is None
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    inputs, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "targets"))
+    weights = [batch.weights for batch in batches if batch.weights is not None]
+    return Batch(inputs, targets, weights=torch.cat(weights) if weights else None)

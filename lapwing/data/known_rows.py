@@ -1,0 +1,322 @@
+"""Which rows of data a posterior knows, as a sketch of hashes: so that data that are used twice are noticed.
+
+A row is the inputs and the target of one sample. Its mark has 40 bits of a hash of the inputs, 22 of one of the target,
+and a bit that says whether the row repeats. A sketch keeps the rows whose inputs have the smallest hashes, at most
+65,536 of them, a random part of all: the share of known rows among those is that among all.
+
+Rows of a table of few discrete columns repeat by themselves. How often a new row is known is estimated from the rows
+themselves: by the share of those that are there once (Good 1953). Only what goes beyond that is reuse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.data.inputs import n_rows, placed
+from lapwing.data.processes import Processes
+from lapwing.errors import DataError
+from lapwing.runtime.state import Array, Maybe, Part, State, Whole, distinct, saved
+
+TRAINING, VALIDATION = 2**16, 2**15  # rows of a sketch, of 8 bytes each
+INPUT_BITS, TARGET_BITS = 40, 22
+WIDTH = 128  # words of a row that are hashed; a wider one is added up to so many
+NUMBERS = 2**18  # numbers that are hashed at a time
+TOTAL = 2**53
+LEAST = 0.1  # share of reused rows that is worth a remark
+ERRORS = 4.0  # standard errors by which the share must exceed the expected one
+CHANCE = 7.0  # minus the log-probability below which it is no coincidence that all rows are known
+VARIED = 10  # different rows from which two data sets with the same rows are no coincidence
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class RowSketch:
+    """The marks of some rows, those of the smallest hashes, and sums over all rows.
+
+    Args:
+        marks: The marks (m,), ascending and distinct.
+        rows: The number of all rows.
+        totals: Sums over all rows that do not depend on their order: with targets, and of inputs alone.
+        limit: Hashes of inputs below which all rows are kept; 2⁴⁰ if none was left out.
+    """
+
+    marks: Tensor
+    rows: int
+    totals: tuple[int, int]
+    limit: int = 2**INPUT_BITS
+
+    @classmethod
+    def of(cls, parts: list[Tensor], rows: int, totals: tuple[int, int], limit: int, size: int) -> RowSketch:
+        """Return the sketch of these marks, at most ``size`` of them; a mark that is there twice repeats."""
+        marks = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        marks = marks[_inputs_of(marks) < limit].sort().values
+        keys, place, counts = torch.unique_consecutive(marks >> 1, return_inverse=True, return_counts=True)
+        repeats = counts > 1
+        repeats[place[marks & 1 == 1]] = True
+        marks = (keys << 1) | repeats
+        if len(marks) > size:
+            limit = int(_inputs_of(marks[size]))
+            marks = marks[_inputs_of(marks) < limit]
+        return cls(marks, rows, totals, limit)
+
+    def __add__(self, other: RowSketch) -> RowSketch:
+        """Return the sketch of both sets of rows, of the size of the first one."""
+        totals = ((self.totals[0] + other.totals[0]) % TOTAL, (self.totals[1] + other.totals[1]) % TOTAL)
+        limit = min(self.limit, other.limit)
+        return self.of([self.marks, other.marks], self.rows + other.rows, totals, limit, TRAINING)
+
+    def cut(self, size: int) -> RowSketch:
+        """Return the sketch with at most this many marks."""
+        return self.of([self.marks], self.rows, self.totals, self.limit, size)
+
+    def everywhere(self, processes: Processes) -> RowSketch:
+        """Return the sketch of the rows of all processes."""
+        if processes.alone:
+            return self
+        facts = processes.every((self.rows, self.totals, self.limit))
+        marks = processes.gather(self.marks)
+        assert marks is not None
+        totals = (sum(each[1][0] for each in facts) % TOTAL, sum(each[1][1] for each in facts) % TOTAL)
+        rows, limit = sum(each[0] for each in facts), min(each[2] for each in facts)
+        return self.of([marks], rows, totals, limit, TRAINING)
+
+    def singles(self, of_inputs: bool) -> tuple[Tensor, int]:
+        """Return the keys of the rows, and how many rows are there once."""
+        if not of_inputs:
+            return self.marks >> 1, int((self.marks & 1 == 0).sum())
+        keys, counts = _inputs_of(self.marks).unique_consecutive(return_counts=True)
+        repeated = _inputs_of(self.marks[self.marks & 1 == 1]).unique_consecutive()
+        return keys, int((counts == 1).sum()) - int(torch.isin(keys[counts == 1], repeated).sum())
+
+    def reuse(self, other: RowSketch, of_inputs: bool = False) -> Reuse | None:
+        """Return how much of other data is among these rows, beyond what repeats by itself; None if little is.
+
+        Args:
+            other: The sketch of the other data.
+            of_inputs: Whether to compare inputs without their targets.
+        """
+        (known, single), (asked, _) = self.singles(of_inputs), other.singles(of_inputs)
+        limit = min(self.limit, other.limit)
+        asked = asked[(asked if of_inputs else asked >> TARGET_BITS) < limit]
+        tested, n = len(asked), self.rows * self.limit / 2**INPUT_BITS
+        if not tested or not self.rows:
+            return None
+        found = int(torch.isin(asked, known).sum())
+        if self._is(other, of_inputs):
+            return Reuse(1.0, True, self.rows)
+        expected = min(1.0, max(0.0, 1 - single / n))
+        inside = min(max(expected, 1 / n), max(1 - 1 / n, 1 / n))  # an estimate of zero or one is not certain
+        error = math.sqrt(max(0.0, inside * (1 - inside)) * (tested + tested**2 / n))
+        share = (found / tested - expected) / max(1 - expected, 1e-12)
+        if share < LEAST or found - tested * expected <= ERRORS * error:
+            return None
+        most = min(1.0, expected + ERRORS * math.sqrt(expected * (1 - expected) / n) + 3 / n)
+        whole = found == tested and tested * -math.log(most) > CHANCE
+        return Reuse(share, whole and (limit == 2**INPUT_BITS or tested >= 20), other.rows)
+
+    def _is(self, other: RowSketch, of_inputs: bool) -> bool:
+        """Return whether the other data have the same rows, in any order."""
+        same = self.rows == other.rows and self.totals[of_inputs] == other.totals[of_inputs]
+        return same and len(self.marks) >= VARIED
+
+    def state(self) -> State:
+        """Return the sketch as plain data."""
+        settings = {"rows": self.rows, "total": self.totals[0], "inputs": self.totals[1], "limit": self.limit}
+        return State("RowSketch", settings, {"marks": self.marks.cpu()})
+
+    @classmethod
+    def from_state(cls, state: State) -> RowSketch:
+        """Build the sketch again."""
+        total, limit = Whole(0, TOTAL - 1), Whole(0, 2**INPUT_BITS)
+        marks = Array((None,), 0, 2**63 - 1, whole=True, also=distinct)
+        fields = state.read(rows=Whole(), total=total, inputs=total, limit=limit, marks=marks)
+        return cls(fields["marks"], fields["rows"], (fields["total"], fields["inputs"]), fields["limit"])
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """How much of some data was used before: the share of their rows, whether all were, and how many rows they have."""
+
+    share: float
+    whole: bool
+    rows: int
+
+
+@dataclass(eq=False)
+class Sketching:
+    """The sketch of a pass while it goes on."""
+
+    rows: int = 0
+    totals: tuple[int, int] = (0, 0)
+    limit: int = 2**INPUT_BITS
+    parts: list[Tensor] = field(default_factory=list)
+    kept: int = 0  # marks in ``parts``
+    sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    waiting: int = 0  # rows in ``sums``: many small batches are mixed at once
+    comparable: bool = True  # whether rows of all batches could be hashed
+
+    def add(self, inputs: Any, targets: Tensor | None, count: int) -> None:
+        """Add the rows of a batch."""
+        sums = _sums(inputs, targets, count) if self.comparable else None
+        if sums is None:
+            self.comparable, self.parts, self.sums = False, [], []
+            return
+        self.sums.append(sums)
+        self.waiting += count
+        if self.waiting > TRAINING:
+            self._mix()
+
+    def _mix(self) -> None:
+        """Turn the rows that wait into marks."""
+        if not self.sums:
+            return
+        of_inputs, of_targets = (_mixed(torch.cat(each)) for each in zip(*self.sums, strict=True))
+        joint = _mixed(of_inputs + 31 * of_targets)
+        sums = [int((h & (TOTAL - 1)).sum()) for h in (joint, of_inputs)]
+        self.totals = ((self.totals[0] + sums[0]) % TOTAL, (self.totals[1] + sums[1]) % TOTAL)
+        self.rows += self.waiting
+        self.sums, self.waiting = [], 0
+        top = _shifted(of_inputs, 64 - INPUT_BITS)
+        marks = (top << (TARGET_BITS + 1)) | (_shifted(of_targets, 64 - TARGET_BITS) << 1)
+        self.parts.append(marks[top < self.limit].cpu())
+        self.kept += len(self.parts[-1])
+        if self.kept > 4 * TRAINING:
+            sketch = RowSketch.of(self.parts, self.rows, self.totals, self.limit, TRAINING)
+            self.parts, self.limit, self.kept = [sketch.marks], sketch.limit, 0
+
+    def value(self) -> RowSketch | None:
+        """Return the sketch; None if some rows cannot be compared."""
+        if not self.comparable:
+            return None
+        self._mix()
+        return RowSketch.of(self.parts, self.rows, self.totals, self.limit, TRAINING)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class KnownRows:
+    """The rows that a posterior was fitted to and validated on, each as a sketch; None where there is none."""
+
+    training: RowSketch | None = None
+    validation: RowSketch | None = None
+
+    def with_training(self, more: RowSketch | None) -> KnownRows:
+        """Return the rows with more training data."""
+        both = self.training is not None and more is not None
+        return replace(self, training=self.training + more if both else None)  # type: ignore[operator]
+
+    def with_validation(self, more: RowSketch | None) -> KnownRows:
+        """Return the rows with validation data."""
+        if more is None:
+            return self
+        whole = more if self.validation is None else self.validation + more
+        return replace(self, validation=whole.cut(VALIDATION))
+
+    def remarks(self, data: RowSketch | None, name: str, remedy: str, of_inputs: bool = False) -> Iterator[Remark]:
+        """Yield a remark for each use of the data before."""
+        for use, rows in (("training", self.training), ("validation", self.validation)):
+            reuse = None if rows is None or data is None else rows.reuse(data, of_inputs)
+            if reuse is not None:
+                yield Remark(
+                    f"{reuse.share:.0%} of the {name} are {use} data of this fit too, beyond what repeats by chance; "
+                    f"expected data that were not used before. {remedy}",
+                    reuse.whole,
+                )
+
+    def state(self) -> State:
+        """Return the sketches as plain data."""
+        parts = {"training": self.training, "validation": self.validation}
+        return State("KnownRows", parts={name: part.state() for name, part in parts.items() if part is not None})
+
+    @classmethod
+    def from_state(cls, state: State) -> KnownRows:
+        """Build the rows again."""
+        return cls(**state.read(training=Maybe(Part(RowSketch)), validation=Maybe(Part(RowSketch))))
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A remark that data were used before, and whether all of their rows were."""
+
+    text: str
+    whole: bool
+
+    def refused(self) -> DataError:
+        """Return the error for data of which all rows were used before."""
+        return DataError(self.text)
+
+
+def _sums(inputs: Any, targets: Tensor | None, count: int) -> tuple[Tensor, Tensor] | None:
+    """Return sums (n,) over inputs and over targets of each sample, to be mixed; None where samples are not rows.
+
+    They do not depend on the dtype: numbers are rounded to float32, and 1 is 1.0. Zeros at the end of a row change
+    nothing, so that padding does not.
+    """
+    leaves = sorted(placed(inputs), key=lambda pair: pair[0])
+    tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    if len(tensors) < len(leaves) or any(t.is_quantized for t in tensors):
+        return None
+    rows = [t for t in tensors if n_rows(t) == count]
+    if not rows or (targets is not None and n_rows(targets) != count):
+        return None
+    of_inputs = sum((_products(t, seed) for seed, t in enumerate(rows)), torch.zeros((), dtype=torch.int64))
+    of_targets = torch.zeros_like(of_inputs) if targets is None else _products(targets, 10_007)
+    return of_inputs, of_targets.to(of_inputs.device)
+
+
+def _products(t: Tensor, seed: int) -> Tensor:
+    """Return the product of the words of each row with fixed random odd numbers, modulo 2⁶⁴: (n,)."""
+    t = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
+    t = t.reshape(len(t), -1)
+    pattern = _pattern(seed, t.device)[: t.shape[1]]
+    parts = [t] if t.numel() <= NUMBERS else t.split(max(1, NUMBERS // t.shape[1]))
+    products = [(_added(_words(part)) * pattern).sum(1) for part in parts]
+    return products[0] if len(products) == 1 else torch.cat(products)
+
+
+def _words(t: Tensor) -> Tensor:
+    """Return the bits of the numbers in float32 as integers; whole numbers keep what float32 cannot hold."""
+    if t.is_floating_point():
+        return (t.float() + 0.0).view(torch.int32)  # minus zero is zero
+    whole = t.long()
+    near = whole.float()
+    return near.view(torch.int32).long() + (whole - near.double().long()) * 0x1E3779B97F4A7C15
+
+
+def _added(words: Tensor) -> Tensor:
+    """Return the words of each row, (n, d), or sums of every 128th word where there are more: (n, 128)."""
+    if words.shape[1] <= WIDTH:
+        return words.long()
+    whole = words.shape[1] // WIDTH * WIDTH
+    sums = words[:, :whole].reshape(len(words), -1, WIDTH).sum(1, dtype=words.dtype)
+    sums[:, : words.shape[1] - whole] += words[:, whole:]
+    return sums.long()
+
+
+@lru_cache(maxsize=64)
+def _pattern(seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(-(2**63), 2**63 - 1, (WIDTH,), generator=generator) | 1).to(device)
+
+
+def _mixed(h: Tensor) -> Tensor:
+    """Return integers whose bits depend on all bits of h, one to one."""
+    h = (h ^ _shifted(h, 30)) * -0x40A7B892E31B1A47
+    h = (h ^ _shifted(h, 27)) * -0x6B2FB644ECCEEE15
+    return h ^ _shifted(h, 31)
+
+
+def _shifted(h: Tensor, bits: int) -> Tensor:
+    """Return h shifted to the right, with zeros from the left."""
+    return (h >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _inputs_of(marks: Tensor) -> Tensor:
+    return marks >> (TARGET_BITS + 1)

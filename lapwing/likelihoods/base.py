@@ -1,0 +1,496 @@
+"""Objectives on a Gaussian belief about the outputs: from the expected log-likelihood to the log of the expectation."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import DataError, ModelError, UnsupportedError
+from lapwing.predictives.joined import by_pixels
+from lapwing.runtime.settings import FINITE, NONE, NOT_NEGATIVE, NUMBER, one_of, require
+from lapwing.runtime.state import ABOVE_ZERO, SMALLEST, Array, Either, Field, Flag, Later, ListOf, Real, State, Text
+from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import FunctionGaussian
+
+S = TypeVar("S", bound="LogitLikelihood")
+B = TypeVar("B", FunctionGaussian, FunctionSamples)
+
+
+@runtime_checkable
+class Likelihood(Protocol):
+    """A distribution of targets given outputs f (B, [T,] C); every token counts as a datum.
+
+    Classes inherit from it. They define ``targets``, ``loss``, ``root``, ``sampled_gradient`` and ``predict``; every
+    other member has a default, that of a likelihood without a dispersion and without the capability. Their ``predict``
+    gets beliefs with the outputs of a datum last; one about images (B, C, H, W) is brought into this form before.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "predict" in vars(cls):  # here, so that no class can forget it
+            cls.predict = by_pixels(cls.predict)  # type: ignore[method-assign]
+
+    def targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the targets in the shape and dtype that the other methods take; raise if they do not fit ``f``."""
+        ...
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of every datum at unit dispersion, (B, [T]); zero for ignored data."""
+        ...
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return R (B, [T,] C, K) with R Rᵀ the Hessian of the loss in f, or the Fisher matrix if it is indefinite."""
+        ...
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Return the gradient of the loss in f at a label drawn from the model, (B, [T,] C)."""
+        ...
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the gradient of the loss in f at the targets themselves, (B, [T,] C), for the empirical Fisher.
+
+        If the loss has a weight, it is that of the plain loss times the root of the weight, as in ``root``.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = f.detach().clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.loss(leaf, y).sum(), leaf)
+        return slope
+
+    def predict(self, belief: FunctionGaussian) -> Any:
+        """Return the predictive distribution of y, for each input by itself."""
+        ...
+
+    def predict_samples(self, samples: FunctionSamples) -> Any:
+        """Return the predictive distribution of y from drawn functions; by default from their mean and covariance."""
+        return self.predict(samples.gaussian)
+
+    @property
+    def prefers_samples(self) -> bool:
+        """Whether, with many outputs, predictions are better made from drawn functions than from all variances."""
+        return False
+
+    @property
+    def dispersion(self) -> Tensor:
+        """phi: the noise variance or the temperature, a scalar."""
+        return torch.tensor(1.0, dtype=torch.float64)
+
+    @property
+    def learns_dispersion(self) -> bool:
+        """Whether fitting may set the dispersion."""
+        return False
+
+    def with_dispersion(self, phi: Tensor) -> Likelihood:
+        """Return the likelihood with another dispersion."""
+        if float(phi) != 1:
+            raise DataError(f"dispersion {float(phi):g}; {type(self).__name__} has no dispersion to change.")
+        return self
+
+    def log_normaliser(self, phi: Tensor, outputs: int) -> Tensor:
+        """Return c(phi) of one datum."""
+        return torch.zeros_like(phi)
+
+    def count(self, f: Tensor, y: Tensor) -> int | Tensor:
+        """Return the number of data without the ignored ones; a tensor if the answer is on a device."""
+        return f[..., 0].numel()
+
+    def check_loss(self, f: Tensor, y: Tensor, own: Tensor) -> None:
+        """Raise ``ModelError`` if the mean loss differs from ``own``, the one that the model itself returns for y."""
+        return
+
+    def ignored(self, y: Tensor) -> Tensor:
+        """Return a mask in the shape of ``y``, true for targets that are marked as unknown and do not count."""
+        return torch.zeros_like(y, dtype=torch.bool)
+
+    def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
+        """Return the log-probability of the targets that count, (B, [T]); it is zero where none does."""
+        log_prob: Tensor = predictive.log_prob(y)
+        return log_prob
+
+    def check_outputs(self, f: Tensor) -> None:
+        """Raise ``ModelError`` if these are not the outputs that the likelihood takes."""
+        return
+
+    @property
+    def refused_last(self) -> Mapping[str, str]:
+        """Last operations of a network, such as "sigmoid", that show outputs of another kind, and what to do."""
+        return {}
+
+    def check_last(self, last: str) -> None:
+        """Raise ``ModelError`` if the last operation of the network shows outputs of another kind."""
+        if last in self.refused_last:
+            raise ModelError(f"{type(self).__name__}: the network ends in {last}; {self.refused_last[last]}")
+
+    def check_prediction(self) -> None:
+        """Raise ``UnsupportedError`` if a setting has no effect on the predictive, or leaves it without a gradient."""
+        return
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the outputs are logits: around zero and of order one, whatever the targets."""
+        return False
+
+    @property
+    def ignores_common_shift(self) -> bool:
+        """Whether adding one number to all outputs of an input changes nothing, as with a softmax."""
+        return False
+
+    @property
+    def link_temperature(self) -> float | None:
+        """The number by which predictions divide the logits; None without logits."""
+        return None
+
+    def with_link_temperature(self, temperature: float) -> Likelihood:
+        """Return the likelihood with another link temperature, if it has one."""
+        return self
+
+    @property
+    def logit_offset(self) -> Tensor | None:
+        """The numbers, () or (C,), that predictions add to the logits after the division; None for none."""
+        return None
+
+    def with_more_offset(self, offset: Tensor) -> Likelihood:
+        """Return the likelihood with this offset (C,) added to that of its predictions, if it can have one."""
+        return self
+
+    @property
+    def takes_offset(self) -> bool:
+        """Whether predictions can add an offset to the logits."""
+        return False
+
+    @property
+    def noise_variance(self) -> Tensor | None:
+        """The variance, () or (C,), of noise that is added to the outputs; None if targets have other units."""
+        return None
+
+    @property
+    def ratios(self) -> Tensor | None:
+        """The noise variance of each output over the dispersion, (C,); None if all outputs have the same."""
+        return None
+
+    @property
+    def learns_ratios(self) -> bool:
+        """Whether fitting may set the noise variance of each output by itself."""
+        return False
+
+    def with_noise(self, noise: Tensor) -> Likelihood:
+        """Return the likelihood with this dispersion, (), or with these noise variances of the outputs, (C,)."""
+        return self.with_dispersion(noise)
+
+    @property
+    def needs_residuals(self) -> bool:
+        """Whether the likelihood must see the residuals before the curvature can be computed."""
+        return False
+
+    def prepared(self, mean_squared_residual: Tensor) -> Likelihood:
+        """Return the likelihood with all that the curvature depends on, given the residual of each output (C,)."""
+        return self
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether predictions may have heavier tails than the normal distribution."""
+        return False
+
+    @property
+    def widening(self) -> float:
+        """The variance of the targets over that without tails."""
+        return 1.0
+
+    def with_tails(self, degrees: float, scale: float) -> Likelihood:
+        """Return the likelihood with Student tails, if it can have tails."""
+        return self
+
+
+@runtime_checkable
+class HasHessian(Protocol):
+    """A likelihood whose Hessian in f is diagonal, or diagonal less an outer product; fits then need no root of it.
+
+    It equals ``root`` times its transpose. All likelihoods of the package have one.
+    """
+
+    def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
+        """Return the Hessian of the loss of every datum, in float64; zero for ignored data."""
+        ...
+
+
+@runtime_checkable
+class HasRootColumns(Protocol):
+    """A likelihood that computes some columns of its root without the others, where C columns would not fit."""
+
+    def root_columns(self, f: Tensor, y: Tensor, columns: slice) -> Tensor:
+        """Return ``root(f, y)[..., columns]``."""
+        ...
+
+
+@runtime_checkable
+class HasPowerEnergy(Protocol):
+    """A likelihood with a closed form of (1/α) log E p(y | f)^α between the ends α = 0 and α = 1."""
+
+    def power_energy(self, alpha: float, mean: Tensor, cov: Tensor, y: Tensor) -> Tensor:
+        """Return the energy for f ~ N(mean, cov), (B,), differentiable in the covariance."""
+        ...
+
+
+class LogitLikelihood(Likelihood, Protocol):
+    """A likelihood whose outputs are logits. ``temperature`` divides the curvature, ``link_temperature`` the logits.
+
+    Predictions are made from f / ``link_temperature`` + ``logit_offset``. A class with a field ``link_offset`` takes
+    offsets; its ``logit_offset`` is that of the field, less what a weighted loss has added to the logits.
+    """
+
+    temperature: float | Tensor
+    link_temperature: float
+    saved_settings: ClassVar[Mapping[str, Field]] = {}  # what files hold besides the link and the temperatures
+
+    @property
+    def has_logits(self) -> bool:
+        return True
+
+    @cached_property
+    def dispersion(self) -> Tensor:
+        return torch.as_tensor(self.temperature, dtype=torch.float64)
+
+    def with_dispersion(self: S, phi: Tensor) -> S:
+        return replace(self, temperature=phi)  # type: ignore[type-var]
+
+    def with_link_temperature(self: S, temperature: float) -> S:
+        return replace(self, link_temperature=temperature)  # type: ignore[type-var]
+
+    @property
+    def takes_offset(self) -> bool:
+        return "link_offset" in {field.name for field in fields(self)}  # type: ignore[arg-type]
+
+    @property
+    def logit_offset(self) -> Tensor | None:
+        return offset_of(getattr(self, "link_offset", None), None)
+
+    def with_more_offset(self: S, offset: Tensor) -> S:
+        own = getattr(self, "link_offset", None)
+        return replace(self, link_offset=offset if own is None else offset + torch.as_tensor(own).to(offset))  # type: ignore[type-var]
+
+    def linked(self, belief: B) -> B:
+        """Return the belief about the logits that predictions are made from: f / ``link_temperature`` + offset."""
+        belief, offset = belief.scaled(1 / self.link_temperature), self.logit_offset
+        return belief if offset is None else belief.moved(offset)
+
+    @classmethod
+    def from_state(cls: type[S], state: State) -> S:
+        """Build the likelihood from its state; ``saved_settings`` says what its own settings are."""
+        common: dict[str, Field] = {
+            "link": Text(), "link_temperature": ABOVE_ZERO, "dispersion": Array((), SMALLEST),
+            "link_offset": Later(Either(ListOf(Real(), 1), ListOf(Real(), "C"))), "corrected": Later(Flag()),
+        }  # fmt: skip
+        fields = state.read(**common, **cls.saved_settings)
+        temperature = fields.pop("dispersion")
+        weights = fields.get("class_weights", fields.get("pos_weight"))
+        if not fields.pop("corrected", False) and weights is not None:  # a file of 0.2.0, which did not correct
+            correction = offset_of(None, weights)
+            assert correction is not None
+            fields["link_offset"] = -correction
+        return cls(**fields, temperature=temperature)  # type: ignore[call-arg]
+
+
+def check_logit_settings(likelihood: Any, links: Collection[str], **weights: Any) -> None:
+    """Raise if the settings that likelihoods with logits share are wrong; ``weights`` has one or None by its name."""
+    require(likelihood, link=one_of(links, DataError), temperature=NUMBER, link_temperature=NUMBER)
+    if likelihood.takes_offset:
+        require(likelihood, link_offset=FINITE | NONE)
+    for name, weight in weights.items():
+        (NOT_NEGATIVE | NONE).check(name, weight)
+
+
+def offset_of(link_offset: Any, weights: Any) -> Tensor | None:
+    """Return the offset of the logits: the one given, less the logarithm of the weights of a weighted loss.
+
+    A network that was trained with weights gives every class w times its odds. A weight of zero says nothing about the
+    odds, and is taken for one.
+    """
+    parts = [] if link_offset is None else [torch.as_tensor(link_offset, dtype=torch.float64)]
+    if weights is not None:
+        weights = torch.as_tensor(weights, dtype=torch.float64)
+        parts.append(-torch.where(weights > 0, weights, 1.0).log())
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def check_offset(likelihood: Any, count: int) -> None:
+    """Raise unless the offset of the logits has one number, or one for each of ``count`` outputs."""
+    size = 1 if likelihood.link_offset is None else torch.as_tensor(likelihood.link_offset).numel()
+    if size not in (1, count):
+        raise DataError(f"{type(likelihood).__name__}: {size} offsets for {count} outputs; expected one for each.")
+
+
+def offset_settings(link_offset: Any, weights: Any) -> dict[str, Any]:
+    """Return an offset, and whether predictions are corrected for weights, as settings for a file; none if neither."""
+    settings = {} if link_offset is None else {"link_offset": torch.as_tensor(link_offset).reshape(-1).tolist()}
+    return settings if weights is None else {**settings, "corrected": True}
+
+
+def same_loss(loss: Tensor, own: Tensor) -> bool:
+    """Return whether two mean losses are equal, to half of the digits of the wider rounding."""
+    return bool(
+        (loss - own).abs() <= max(torch.finfo(t.dtype).eps for t in (loss, own)) ** 0.5 * own.abs().clamp_min(1)
+    )
+
+
+def refuse_other_loss(likelihood: str, loss: Tensor, own: Tensor, remedy: str = "") -> None:
+    """Raise unless the mean loss is the one that the model itself returns; ``remedy`` is the first advice."""
+    if not same_loss(loss, own):
+        raise ModelError(
+            f"{likelihood}: the model, given these targets as labels, returns the loss {own.item():.5g}, and the "
+            f"likelihood has {loss.item():.5g}; expected the same. {remedy}If the model was trained with other "
+            "labels or another loss than its own, give batches as (inputs, targets), or wrap it to return its logits."
+        )
+
+
+def refuse_unused(likelihood: str, neutral: float = 1, /, **settings: Any) -> None:
+    """Raise if one of these settings differs from its neutral value: the predictive does not depend on it."""
+    for name, value in settings.items():
+        if value is not None and bool((torch.as_tensor(value) != neutral).any()):
+            raise UnsupportedError(
+                f"{name} of {likelihood} is {value}; expected none, since the predictive log-likelihood, on which "
+                f"FMGP() and VaLLA() with alpha above 0 learn, is not tempered, smoothed or weighted. Use "
+                f"VaLLA(alpha=0), or no {name}."
+            )
+
+
+def less_root(slope: Tensor, weight: Tensor) -> Tensor:
+    """Return the slope of a weighted loss divided by the root of its weight; zero where the weight is."""
+    return torch.where(weight > 0, slope * weight.clamp_min(torch.finfo(weight.dtype).tiny).rsqrt(), 0.0)
+
+
+def matched(f: Tensor, y: Tensor, name: str) -> Tensor:
+    """Return targets with one number per output, (B, [T,] C); a single output may come without its dimension."""
+    if y.shape == f.shape:
+        return y.to(f.dtype)
+    if f.shape[-1] == 1 and y.shape == f.shape[:-1]:
+        return y.unsqueeze(-1).to(f.dtype)
+    raise DataError(
+        f"{name}: targets have the shape {tuple(y.shape)} and outputs {tuple(f.shape)}; expected the same shape"
+        + (f" or {tuple(f.shape[:-1])}" if f.shape[-1] == 1 else "")
+        + ". Reshape the targets, or choose the likelihood that fits the output."
+    )
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return numbers from a user as what JSON can hold: a number, a list or None."""
+    return None if value is None else torch.as_tensor(value, dtype=torch.float64).tolist()
+
+
+def spread(weights: Tensor, like: Tensor) -> Tensor:
+    """Return the weights of samples (B,) in a shape that multiplies ``like`` (B, ...), and in its dtype."""
+    return weights.to(like).reshape(-1, *[1] * (like.ndim - 1))
+
+
+def weighted_loss(likelihood: Likelihood, f: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the loss of every datum at unit dispersion times its weight, (B, [T])."""
+    loss = likelihood.loss(f, y)
+    return loss if weights is None else loss * spread(weights, loss)
+
+
+def weighted_count(likelihood: Likelihood, f: Tensor, y: Tensor, weights: Tensor | None) -> int | Tensor:
+    """Return the number of data without the ignored ones, each as often as its weight says.
+
+    A token or pixel has the weight of its sample. One with several labels counts if one of them is known.
+    """
+    if weights is None:
+        return likelihood.count(f, y)
+    known = ~likelihood.ignored(y)
+    known = known.any(-1) if y.ndim == f.ndim else known
+    return known.reshape(len(known), -1).sum(1).to(weights) @ weights
+
+
+def weighted_hessian(hessian: OutputHessian, weights: Tensor | None) -> OutputHessian:
+    """Return the Hessian of the loss in the outputs times the weight of its sample."""
+    if weights is None:
+        return hessian
+    diagonal = hessian.diagonal * spread(weights, hessian.diagonal)
+    return OutputHessian(diagonal, None if hessian.outer is None else hessian.outer * spread(weights.sqrt(), diagonal))
+
+
+def weighted_seeds(seeds: Tensor, weights: Tensor | None) -> Tensor:
+    """Return seeds (K, B, [T,] C), columns of roots of the curvature, times the root of the weight of their sample."""
+    return seeds if weights is None else seeds * spread(weights.sqrt(), seeds[0])
+
+
+def as_count(value: float | Tensor) -> int | float:
+    """Return a sum of weights as a number, a whole one as an integer."""
+    number = float(value)
+    return int(number) if number.is_integer() else number
+
+
+@dataclass(frozen=True, eq=False)
+class OutputHessian:
+    """H of every datum in its outputs f: ``diagonal`` on the diagonal and -outer outerᵀ off it.
+
+    The diagonal is stored as it is, not as the difference that it would be: p (1 - p) has all its digits where p is
+    nearly one. Without ``outer`` H is diagonal. Memory: at most two numbers for each output, where a root has C.
+
+    >>> p = torch.tensor([[0.5, 0.25, 0.25]])
+    >>> OutputHessian(p * (1 - p), p).dense()[0]
+    tensor([[ 0.2500, -0.1250, -0.1250],
+            [-0.1250,  0.1875, -0.0625],
+            [-0.1250, -0.0625,  0.1875]])
+    """
+
+    diagonal: Tensor  # (B, [T,] C)
+    outer: Tensor | None = None  # (B, [T,] C)
+
+    def only(self, output: int) -> OutputHessian:
+        """Return it with the entry of one output alone, for a diagonal H."""
+        assert self.outer is None, "outputs of a loss that couples them have no Hessian of their own"
+        kept = torch.zeros_like(self.diagonal)
+        kept[..., output] = self.diagonal[..., output]
+        return OutputHessian(kept)
+
+    def dense(self) -> Tensor:
+        """Return H as a matrix, (B, [T,] C, C). For tests and small C."""
+        if self.outer is None:
+            return torch.diag_embed(self.diagonal)
+        matrix = -self.outer.unsqueeze(-1) * self.outer.unsqueeze(-2)
+        matrix.diagonal(dim1=-2, dim2=-1).copy_(self.diagonal)
+        return matrix
+
+
+def refuse_energy(likelihood: Likelihood, alpha: float) -> None:
+    """Raise unless ``energy`` is defined for this likelihood and alpha."""
+    if not 0 <= alpha <= 1:
+        raise UnsupportedError(f"alpha is {alpha}; expected a number between 0 and 1.")
+    if 0 < alpha < 1 and not isinstance(likelihood, HasPowerEnergy):
+        raise UnsupportedError(
+            f"alpha is {alpha} for {type(likelihood).__name__}; between 0 and 1 only Gaussian() has a closed form. "
+            "Use 0 (the evidence bound) or 1 (the predictive log-likelihood)."
+        )
+    if alpha > 0:
+        likelihood.check_prediction()
+
+
+def refuse_ignored(likelihood: Likelihood, y: Tensor, what: str = "targets") -> None:
+    """Raise if a target is ignored: the predictive would take its mark for a known value."""
+    if bool(likelihood.ignored(y).any()):
+        raise DataError(
+            f"some {what} are ignored ones, which have no predictive probability; expected known ones. "
+            "Leave those data out."
+        )
+
+
+def energy(likelihood: Likelihood, alpha: float, mean: Tensor, cov: Tensor, y: Tensor) -> Tensor:
+    r"""Return $\frac1\alpha \log E\, p(y \mid f)^\alpha$ for f ~ N(mean, cov), (B,), differentiable in the covariance.
+
+    α = 1 is the log of the predictive density as the likelihood itself gives it (its link included). α = 0 is the
+    expected log-likelihood with the curvature at the mean: exact for a Gaussian.
+    """
+    if alpha == 1:
+        refuse_ignored(likelihood, y)
+        log_density: Tensor = likelihood.predict(FunctionGaussian(mean, cov)).log_prob(y)
+        return log_density
+    if alpha == 0:
+        phi = likelihood.dispersion.to(mean)
+        root = likelihood.root(mean, y)
+        spread = (root.mT @ cov @ root).diagonal(dim1=-2, dim2=-1).sum(-1)
+        return -(likelihood.loss(mean, y) + 0.5 * spread) / phi - likelihood.log_normaliser(phi, mean.shape[-1])
+    assert isinstance(likelihood, HasPowerEnergy)
+    return likelihood.power_energy(alpha, mean, cov, y)

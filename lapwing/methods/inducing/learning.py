@@ -1,0 +1,489 @@
+"""Learning inducing points: by the collapsed evidence bound, or on batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.kronecker import prior_precision
+from lapwing.curvature.sweep import Sweep
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Batch
+from lapwing.data.processes import ALONE, Processes
+from lapwing.data.streams import shuffled
+from lapwing.errors import NumericalError
+from lapwing.likelihoods.base import Likelihood, energy, refuse_ignored
+from lapwing.linalg.dense import smooth_whitening
+from lapwing.linalg.stochastic import Inducing
+from lapwing.methods.inducing.points import InducingPoints, whitened_rows
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.priors.filters import prior_kernel
+from lapwing.runtime.memory import PIECE, budget, runs
+from lapwing.runtime.threads import EarlyStopping, ProgressBar, numbered_generator
+from lapwing.runtime.trace import Step
+from lapwing.values.gaussian import FunctionGaussian
+
+if TYPE_CHECKING:
+    from lapwing.methods.inducing.valla import VaLLA
+
+
+PATIENCE = 5  # steps without progress after which the search has converged
+PROGRESS = 1e-9  # relative decrease of the objective that counts as progress
+
+
+def collapsed_bound(points: InducingPoints, data: Data) -> Callable[[Tensor], tuple[Tensor, float]]:
+    """Return the negative collapsed evidence bound (Titsias 2009), up to a constant, as a function of moves.
+
+    The function returns the bound, differentiable in the moves and in the prior variance of the points, and
+    KL(q || prior). The bound is NaN where the kernel overflows: a line search may step too far, and then ends.
+    One pass over the data; their Jacobians, seeded with the root of the curvature, are kept as layer factors. Where
+    these do not fit the byte budget, every evaluation passes over the data, and computes each part of the kernel twice.
+    """
+    problem, network, prior = points.problem, points.problem.network, points.problem.prior
+    rows, processes = _Rows.read(Sweep(network, problem.likelihood, data, label="inducing points")), data.processes
+    precision = prior_precision(prior, network.layout, network.selection)
+    own_trace = sum(float(precision.quadratic(jacobian, False).sum()) for jacobian in rows)
+    prior_trace = float(processes.sum([torch.tensor(own_trace, dtype=torch.float64)])[0])
+
+    def bound(moves: Tensor) -> tuple[Tensor, float]:
+        (inside,) = processes.entering(moves)
+        anchors = points.anchors.differentiable(points.moved(inside))
+        kernel = prior_kernel(anchors, prior)
+        if not bool(torch.isfinite(kernel.detach()).all()):
+            return torch.nan * (moves.sum() + points.log_scale), math.nan
+        white = smooth_whitening(kernel)
+
+        def squared(jacobian: LayerJacobians) -> Tensor:
+            whitened = prior_kernel(jacobian, prior, anchors) @ white
+            return whitened.mT @ whitened
+
+        gram = processes.total(rows.summed(squared, inside, len(kernel), len(anchors.parts) * 8 * len(kernel)))
+        scale = points.log_scale.exp()
+        ratio = scale / points.likelihood.dispersion.to(scale)
+        eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        factor = torch.linalg.cholesky(eye + ratio * gram)
+        logdet = factor.diagonal().log().sum()
+        value = 0.5 * ratio * (prior_trace - gram.diagonal().sum()) + logdet
+        with torch.no_grad():
+            divergence = logdet - 0.5 * (len(eye) - torch.cholesky_inverse(factor).diagonal().sum())
+        if problem.learn_prior:
+            value = value + 0.5 * points.penalty / scale
+        return value, float(divergence)
+
+    return bound
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The Jacobians of all data in float64: kept, or computed anew at every pass."""
+
+    sweep: Sweep
+    kept: list[LayerJacobians] | None
+    count: int  # rows: data times seeds
+
+    @classmethod
+    def read(cls, sweep: Sweep) -> _Rows:
+        """Pass over the data, and keep the Jacobians if they take at most half of the byte budget."""
+        kept: list[LayerJacobians] | None = []
+        left, count = budget(sweep.network.device) // 2, 0
+        for jacobian in sweep:
+            count += jacobian.batch * jacobian.outputs
+            if kept is not None:
+                kept.append(jacobian.formed().double().formed())
+                left -= kept[-1].nbytes
+                kept = kept if left >= 0 else None
+        return cls(sweep, kept, count)
+
+    def __iter__(self) -> Iterator[LayerJacobians]:
+        return iter(self.kept) if self.kept is not None else (jacobian.double() for jacobian in self.sweep)
+
+    def summed(self, function: Callable[[LayerJacobians], Tensor], moves: Tensor, size: int, each: int) -> Tensor:
+        """Return the sum of a function (size, size) of all Jacobians, differentiable in ``moves``.
+
+        It keeps ``each`` bytes a row. Where these do not fit the byte budget, or there is no row at all, it is computed
+        again in the backward pass.
+        """
+        few = self.count * each <= int(PIECE * budget(self.sweep.network.device))
+        if self.kept is None or not self.count or not few:
+            total: Tensor = _Again.apply(moves, self, function, size)
+            return total
+        return reduce(torch.add, map(function, self))
+
+
+class _Again(torch.autograd.Function):
+    """The sum of a function of all Jacobians, of which one at a time is in memory, in the backward pass too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, moves: Tensor, rows: _Rows, function: Callable[[LayerJacobians], Tensor], size: int
+    ) -> Tensor:
+        ctx.moves, ctx.rows, ctx.function = moves, rows, function
+        total = torch.zeros(size, size, dtype=torch.float64, device=moves.device)
+        for part in rows:
+            total += function(part)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        total = torch.zeros_like(ctx.moves)
+        for part in ctx.rows:
+            with torch.enable_grad():
+                value = (ctx.function(part) * slope).sum()
+            total += torch.autograd.grad(value, ctx.moves, retain_graph=True)[0]
+        return total, None, None, None
+
+
+def learn_collapsed(points: InducingPoints, data: Data, max_steps: int) -> InducingPoints:
+    """Return the points at the best locations of an L-BFGS search, with the prior variance if it is learned.
+
+    Cost: one pass over the data, whose layer factors are kept; then for each evaluation a differentiable backward pass
+    over the M points, their (N C, M) kernel with all data and M³.
+    """
+    points, moves = points.learnable(noise=False)
+    assert moves is not None
+    bound = collapsed_bound(points, data.steady())
+    variables = [moves, points.log_scale] if points.problem.learn_prior else [moves]
+    optimiser = torch.optim.LBFGS(
+        variables, max_iter=1, max_eval=25, history_size=50, line_search_fn="strong_wolfe", tolerance_grad=0.0,
+        tolerance_change=0.0,
+    )  # fmt: skip
+    divergence = 0.0
+
+    def closure() -> Tensor:
+        nonlocal divergence
+        optimiser.zero_grad()
+        value, divergence = bound(moves)
+        value.backward(inputs=variables)  # the graph contains the weights too, which must get no gradient
+        return value
+
+    best, best_points, waited, overflow = math.inf, points.copied(moves), 0, False
+    bar, steps = ProgressBar(range(max_steps), "inducing points", data.progress), []
+    with torch.inference_mode(False), torch.enable_grad():
+        for _ in bar:
+            value = float(optimiser.step(closure).detach())
+            overflow = not math.isfinite(value)
+            if overflow:
+                break
+            steps.append(points.trace_step(-value))
+            bar.show(objective=value, KL=divergence)
+            waited = waited + 1 if value > best - PROGRESS * (1 + abs(best)) else 0
+            if value < best:
+                best, best_points = value, points.copied(moves)
+            if waited >= PATIENCE:
+                break
+        if float(bound(moves)[0].detach()) < best:
+            best_points = points.copied(moves)
+    findings: tuple[str, ...] = ()
+    if overflow:
+        findings = (f"the objective overflowed after {len(steps)} steps; the best state before that is kept",)
+    elif waited < PATIENCE:
+        findings = (f"the search did not converge in {max_steps} steps and the bound still rises; raise steps",)
+    return replace(best_points, steps=tuple(steps), findings=findings)
+
+
+STEPS = {"lbfgs": 300, "adam": 500, "none": 200}  # default for each optimiser; "none" to learn only the covariance
+CONVERGED = 1e-2  # relative change of the objective over the last quarter of the steps
+HALVINGS = 30  # of a natural-gradient step before it is given up
+COARSE = tuple(math.exp(k) for k in range(-6, 7))  # factors on the prior variance that every check tries
+FINE = tuple(math.exp(k / 8) for k in range(-12, 13))  # factors that are tried for the best state at the end
+ROUNDS = 8  # rounds of FINE at most, each around the best factor of the last: five decades to either side
+
+
+def learn_stochastic(points: InducingPoints, data: Data, settings: VaLLA, generator: torch.Generator) -> InducingPoints:
+    """Return the points as learned on batches; with validation data the best state on these.
+
+    Cost of a step: the work of C backward passes over a batch, a differentiable backward pass over the M points, their
+    (B C, M) kernel and M³. It does not depend on the number of training data.
+    """
+    own = Own.of(data, points.n_samples)
+    learning = Stochastic.of(points, settings.alpha, own)
+    optimiser = learning.optimiser(settings.learning_rate)
+    total = settings.steps or STEPS["none" if optimiser is None else "adam"]
+    validation = stopping = None
+    if settings.validation is not None:
+        validation = Validation(settings.validation)
+        check = lambda: validation.best_factor(learning.snapshot(), COARSE)[:2]
+        stopping = EarlyStopping(check, max(1, total // 20), settings.patience)
+    bar, steps = ProgressBar(range(total), "inducing points", data.progress), []
+    batches = own.batches(data, settings.batch_size, points.n_samples, generator)
+    with torch.inference_mode(False):
+        for number in bar:
+            batch, before = next(batches), learning.inducing
+            # A batch that is a small share of the data is a noisy estimate and gets a short step.
+            shortest = max(0.02, 0.1 * own.rows(batch) / points.n_samples)
+            value, divergence = learning.step(batch, optimiser, max(shortest, 1 / (number + 1)))
+            if not math.isfinite(value):
+                raise NumericalError(
+                    f"VaLLA: the objective is {value} at step {number}; expected a finite number. "
+                    "Lower learning_rate, or give prior and noise."
+                )
+            steps.append(learning.points.trace_step(-value))
+            bar.show(objective=value, KL=divergence)
+            converged = learning.inducing is before  # no step length lowers the objective
+            if converged or (stopping is not None and stopping.should_stop(number)):
+                break
+    if validation is None or stopping is None:
+        learned, problem = learning.snapshot(), points.problem
+        exact = optimiser is None and settings.batch_size >= points.n_samples
+        findings = _not_converged(steps) if exact else ()
+    else:
+        learned, findings = validation.refine(stopping.best_state)
+        problem = points.problem.with_known_prior()
+    inducing = learned.inducing if settings.alpha > 0 else None
+    return replace(learned, problem=problem, inducing=inducing, steps=tuple(steps), findings=findings)
+
+
+def _not_converged(steps: list[Step]) -> tuple[str, ...]:
+    """Return a finding if the objective, which was that of all data, still changes at the end."""
+    scores = [step.score for step in steps[-max(2, len(steps) // 4) :]]
+    change = (max(scores) - min(scores)) / (1 + abs(scores[-1]))
+    if change < CONVERGED:
+        return ()
+    return (
+        f"the objective still changes by {change:.2g} of itself after {len(steps)} steps; raise steps or the noise",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """The data of this process among those of all: each takes its share of every batch."""
+
+    count: int
+    processes: Processes
+
+    @classmethod
+    def of(cls, data: Data, total: int) -> Own:
+        """Return the share of this process, by a pass without the network if there are others."""
+        alone = data.processes.alone
+        return cls(total if alone else sum(batch.n_samples for batch in data.batches("counting")), data.processes)
+
+    def batches(self, data: Data, size: int, total: int, generator: torch.Generator) -> Iterator[Batch | None]:
+        """Return this process's parts of batches of ``size`` rows, without end; None for a process without data."""
+        if not self.count:
+            return repeat(None)
+        drawing = numbered_generator(generator, self.processes.rank) if self.processes.rank else generator
+        return shuffled(data, max(1, round(size * self.count / total)), drawing)
+
+    def rows(self, batch: Batch | None) -> int:
+        """Return the number of rows of a batch in all processes."""
+        return sum(self.processes.each(0 if batch is None else len(batch.targets)))
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """Some data of a batch, as far as the objective needs them, differentiable in all that is learned."""
+
+    likelihood: Likelihood
+    alpha: float
+    f: Tensor
+    y: Tensor
+    prior_cov: Tensor
+    rows: Tensor  # whitened, (B, [T,] C, r)
+
+    def energy(self, q: Inducing) -> Tensor:
+        """Return the sum of the energies."""
+        return self._energy(q.posterior_cov(self.prior_cov, self.rows))
+
+    def _energy(self, cov: Tensor) -> Tensor:
+        return energy(self.likelihood, self.alpha, self.f, cov, self.y).sum()
+
+    def information(self, q: Inducing) -> Tensor:
+        """Return the information of these data, (r, r), from the slope of their energy in the covariance."""
+        leaf = q.posterior_cov(self.prior_cov, self.rows).detach().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self._energy(leaf), leaf)
+        return torch.einsum("...cr,...cd,...ds->rs", self.rows, -(slope + slope.mT), self.rows)
+
+    def detached(self) -> Terms:
+        """Return the same without a graph."""
+        return replace(self, prior_cov=self.prior_cov.detach(), rows=self.rows.detach())
+
+
+@dataclass(eq=False)
+class Stochastic:
+    """The state of learning on batches. It is mutable, as Adam is: ``step`` changes it."""
+
+    points: InducingPoints  # at their initial locations, with the present prior variance and noise
+    alpha: float
+    moves: Tensor | None  # displacements of the points in their units; None if they are fixed
+    inducing: Inducing
+    own: Own
+
+    @classmethod
+    def of(cls, points: InducingPoints, alpha: float, own: Own | None = None) -> Stochastic:
+        """Return the initial state: the points where they are, and a covariance without data."""
+        points, moves = points.learnable(noise=alpha > 0)
+        own = Own(points.n_samples, ALONE) if own is None else own
+        return cls(points, alpha, moves, Inducing.before_data(len(points.anchors), points.log_scale), own)
+
+    def optimiser(self, rate: float) -> torch.optim.Optimizer | None:
+        """Return Adam over locations, prior and noise, as far as they are learned; None if none of them is."""
+        groups = [{"params": [self.moves], "lr": rate}] if self.moves is not None else []
+        scalars = [t for t in (self.points.log_scale, self.points.log_noise) if t is not None and t.requires_grad]
+        groups += [{"params": scalars, "lr": 3 * rate}] if scalars else []
+        return torch.optim.Adam(groups) if groups else None
+
+    def snapshot(self) -> InducingPoints:
+        """Return the points in their present state."""
+        return replace(self.points.copied(self.moves), inducing=self.inducing)
+
+    def step(self, batch: Batch | None, optimiser: torch.optim.Optimizer | None, length: float) -> tuple[float, float]:
+        """Take a natural-gradient step of this length and one of Adam; return objective and KL before them.
+
+        ``batch`` is the part of a batch that this process has; None if it has no data.
+        """
+        points, processes = self.points, self.own.processes
+        searching = optimiser is None and self.own.rows(batch) == points.n_samples
+        learned = [t for t in (points.log_scale, points.log_noise, self.moves) if t is not None and t.requires_grad]
+        value, information, slopes, seen = self._sums(batch, learned, searching)
+        value, information, *slopes = processes.sum([value, information, *slopes])
+        with torch.enable_grad():
+            rest = self.inducing.divergence()
+            if points.problem.learn_prior:  # below alpha = 1 the prior variance would otherwise shrink to zero
+                rest = rest + 0.5 * (1 - self.alpha) * points.penalty / points.log_scale.exp()
+            if optimiser is not None:
+                for tensor, slope in zip(learned, slopes, strict=True):
+                    tensor.grad = slope
+                if rest.requires_grad:
+                    rest.backward(inputs=learned)
+                optimiser.step()
+        with torch.no_grad():
+            divergence = float(self.inducing.divergence())
+
+            def objective(q: Inducing) -> float:
+                own = torch.stack([torch.zeros_like(value), *(terms.energy(q) for terms in seen)]).sum()
+                return float(q.divergence() - processes.sum([own])[0])
+
+            if searching:
+                self.inducing = self._line_search(information, objective)
+            else:
+                self.inducing = self.inducing.updated(information, length)
+        return float(value + rest.detach()), divergence
+
+    def _sums(
+        self, batch: Batch | None, learned: Sequence[Tensor], keep: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Terms]]:
+        """Return the data term of the objective, its information and its slopes in all that is learned.
+
+        They are those of this process. Only if asked for, also return what they were computed from, without a graph.
+        """
+        inside = [t.detach().requires_grad_() for t in learned]
+        information, seen = torch.zeros_like(self.inducing.average), []
+        value = information.new_zeros(())
+        with torch.enable_grad():
+            for terms, share in self._terms(batch, inside) if batch is not None else ():
+                term = -share * terms.energy(self.inducing)
+                if inside:  # the graph contains the weights too, which must get no gradient
+                    term.backward(inputs=inside, retain_graph=True)
+                value += term.detach()
+                terms = terms.detached()
+                information += share * terms.information(self.inducing)
+                seen += [terms] if keep else []
+                del term, terms
+        return value, information, [torch.zeros_like(t) if t.grad is None else t.grad for t in inside], seen
+
+    def _terms(self, batch: Batch, inside: Sequence[Tensor]) -> Iterator[tuple[Terms, float]]:
+        """Yield parts of a batch that fit the byte budget, differentiable in ``inside``, all that is learned.
+
+        Each comes with the number of data of this process that a datum of the batch stands for.
+        """
+        values = iter(inside)
+        given = (self.points.log_scale, self.points.log_noise, self.moves)
+        log_scale, log_noise, moves = (next(values) if t is not None and t.requires_grad else t for t in given)
+        assert log_scale is not None
+        points = replace(self.points, log_scale=log_scale, log_noise=log_noise)
+        anchors, white = self._anchors(moves)
+        scale, share = points.log_scale.exp(), self.own.count / len(batch.targets)
+        for part in self._parts(batch):
+            f, y, prior_cov, rows = whitened_rows(points.problem, part, anchors, white)
+            yield Terms(points.likelihood, self.alpha, f, y, scale * prior_cov, scale.sqrt() * rows), share
+            del f, y, prior_cov, rows
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """Yield the batch in parts whose kernel with the points, and its graph, fit the byte budget."""
+        network, points = self.points.problem.network, len(self.points.anchors)
+        outputs = torch.Size(network.for_inputs(batch.inputs).output_shape).numel()
+        each = 8 * outputs * ((len(network.layout) + 4) * points + 8 * network.output_shape[-1])
+        for rows in runs(batch.n_samples, each, network.device):
+            if rows == slice(0, batch.n_samples):
+                yield batch
+            else:
+                yield Batch(network.take(batch.inputs, rows), batch.targets[rows])
+
+    def _anchors(self, moves: Tensor | None) -> tuple[Iterable[LayerJacobians], Tensor]:
+        """Return the rows J_Z after these moves, in parts, and the whitening of their kernel."""
+        anchors, prior = self.points.anchors, self.points.problem.prior
+        if moves is None:
+            return anchors.parts, smooth_whitening(anchors.kernel(prior))
+        jacobian = anchors.differentiable(self.points.moved(moves))
+        return (jacobian,), smooth_whitening(prior_kernel(jacobian, prior))
+
+    def _line_search(self, information: Tensor, objective: Callable[[Inducing], float]) -> Inducing:
+        """Return the state after the longest of the steps 1, ½, ¼, ... that lowers the objective, or the present one.
+
+        This needs all data, on which the objective is exact. Full steps would oscillate where residuals are larger than
+        the noise allows: each datum alone asks for a variance that all of them together do not need.
+        """
+        now = objective(self.inducing)
+        steps = (self.inducing.updated(information, 0.5**k) for k in range(HALVINGS))
+        return next((q for q in steps if objective(q) < now), self.inducing)
+
+
+@dataclass(frozen=True, eq=False)
+class Validation:
+    """Held-out data, for the choice of a state and of its prior variance.
+
+    Every state is scored at the prior variance that suits the validation data best. The learned one follows the
+    training data, which say little about it at the start and, with alpha = 1, push it too far. A prior that the user
+    gave stays.
+    """
+
+    data: Data
+
+    def refine(self, points: InducingPoints) -> tuple[InducingPoints, tuple[str, ...]]:
+        """Return the state with its prior variance chosen on a fine grid, and findings for the trace.
+
+        Cost: one pass over the validation data, and another one for each time that the best factor is at the edge.
+        """
+        for _ in range(ROUNDS):
+            _, points, factor = self.best_factor(points, FINE)
+            if factor not in (FINE[0], FINE[-1]):
+                return points, ()
+        return points, ("the validation data prefer a prior variance beyond the range that was tried; give the prior",)
+
+    def best_factor(self, points: InducingPoints, factors: tuple[float, ...]) -> tuple[float, InducingPoints, float]:
+        """Return the highest mean log-likelihood, the state that has it and its factor, by one pass over the data.
+
+        A factor multiplies the prior variance, and the information of the points grows with it. Of equally good factors
+        it is the one nearest 1. A prior that is not learned has the factor 1.
+        """
+        assert points.inducing is not None
+        factors = factors if points.problem.learn_prior else (1.0,)
+        scores = zip(self.log_likelihoods(points, factors), factors, strict=True)
+        score, factor = max(scores, key=lambda pair: (pair[0], -abs(math.log(pair[1]))))
+        log_scale, inducing = points.log_scale + math.log(factor), points.inducing.times(factor)
+        return score, replace(points, log_scale=log_scale, inducing=inducing), factor
+
+    def log_likelihoods(self, points: InducingPoints, factors: tuple[float, ...]) -> list[float]:
+        """Return the mean predictive log-likelihood under the prior variance times each factor, by one pass."""
+        assert points.inducing is not None
+        totals, count = [0.0] * len(factors), 0
+        problem, likelihood, scale = points.problem, points.likelihood, points.log_scale.exp()
+        with torch.no_grad():
+            white = smooth_whitening(points.anchors.kernel(problem.prior))
+            for batch in self.data.batches("validation"):
+                f, y, prior_cov, rows = whitened_rows(problem, batch, points.anchors.parts, white)
+                refuse_ignored(likelihood, y, "validation targets")
+                covs = points.inducing.posterior_covs(scale * prior_cov, scale.sqrt() * rows, factors)
+                for i, cov in enumerate(covs):
+                    totals[i] += float(likelihood.predict(FunctionGaussian(f, cov)).log_prob(y).sum())
+                count += len(f)
+        (sums,) = self.data.processes.sum([torch.tensor([*totals, count], dtype=torch.float64)])
+        return (sums[:-1] / sums[-1]).tolist()

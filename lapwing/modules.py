@@ -1,0 +1,428 @@
+"""A fitted posterior as an ``nn.Module``, for evaluation loops and for export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.data.inputs import call, wants_slopes
+from lapwing.errors import UnsupportedError
+from lapwing.likelihoods.bernoulli import Bernoulli
+from lapwing.likelihoods.categorical import Categorical
+from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.linalg.dense import eigh
+from lapwing.networks.forward import picked, refuse_training_mode
+from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.linear_jacobian import LinearJacobian
+from lapwing.networks.network import Network
+from lapwing.predictives.labels import bridge, paired, probit_of
+from lapwing.runtime.memory import refuse_beyond
+from lapwing.runtime.settings import one_of
+from lapwing.values.functions import isolated
+from lapwing.values.gaussian import FunctionGaussian, normal_rule
+
+SAME = 1e-9  # change of a parameter, relative to its norm, that counts as rounding
+
+
+class PosteriorModule(nn.Module):
+    """A module of a fitted posterior, around the model of its user.
+
+    It is always in evaluation mode, and leaves the mode of the model to its user.
+
+    Args:
+        fitted: The fitted posterior.
+        returns: "logits", "probs" or "moments".
+    """
+
+    def __init__(self, fitted: Any, returns: str) -> None:
+        super().__init__()
+        self.model, self.returns = fitted.network.model, returns
+        self.output, self.fingerprint = fitted.network.output, fitted.fingerprint
+        self.fitted_dtype = self._dtype()
+        self.training = False
+
+    def train(self, mode: bool = True) -> PosteriorModule:
+        """Stay in evaluation mode, whatever ``mode`` is: a posterior belongs to the trained network."""
+        return self
+
+    def raw(self, out: Any) -> Tensor:
+        """Return the tensor that the posterior is about, of all that the model returns."""
+        return picked(out, self.output)  # type: ignore[no-any-return]
+
+    def refuse_changed(self) -> None:
+        """Raise if the model is in training mode, or has other weights than at the fit.
+
+        A module that was cast to another dtype may differ by its rounding.
+        """
+        refuse_training_mode(self.model)
+        dtype = self._dtype()
+        self.fingerprint.refuse_other(
+            self.model, SAME if dtype == self.fitted_dtype else max(SAME, torch.finfo(dtype).eps)
+        )
+
+    def _dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+
+
+def captured() -> bool:
+    """Return whether operations are recorded, by ``torch.export``, ONNX, ``torch.compile`` or a trace, and not run."""
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return True
+    return torch.onnx.is_in_onnx_export() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
+SAME_COVARIANCE = 3e-6  # error, relative to the largest entry, up to which a covariance of weights has the shorter form
+COPIES = 4  # float64 copies of the covariance of weights that the search for the shorter form takes
+
+
+class SharedAxes(nn.Module):
+    """U diag(W (Vᵀa)²) Uᵀ for features a (..., D): the form of Kron, EKron and Diagonal."""
+
+    outputs: Tensor
+    inputs: Tensor
+    weights: Tensor
+
+    def __init__(self, outputs: Tensor, inputs: Tensor, weights: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("outputs", outputs)  # U, (C, C)
+        self.register_buffer("inputs", inputs)  # V, (D, D)
+        self.register_buffer("weights", weights)  # W, (C, D)
+
+    def forward(self, a: Tensor) -> Tensor:
+        scale = (a @ self.inputs).square() @ self.weights.mT
+        return (self.outputs * scale.unsqueeze(-2)) @ self.outputs.mT
+
+
+class DenseForm(nn.Module):
+    """aᵀ S_cd a for features a (..., D) and every pair of outputs c, d."""
+
+    covariance: Tensor
+
+    def __init__(self, covariance: Tensor) -> None:
+        super().__init__()
+        self.sizes = covariance.shape[1:]
+        self.register_buffer("covariance", covariance.flatten(1))  # S as (D, C C D)
+
+    def forward(self, a: Tensor) -> Tensor:
+        rows = (a @ self.covariance).unflatten(-1, self.sizes)  # (..., C, C, D)
+        return (rows * a.unsqueeze(-2).unsqueeze(-2)).sum(-1)
+
+
+class NoForm(nn.Module):
+    """The covariance of outputs without spread, zero, given their mean in place of features."""
+
+    def forward(self, mean: Tensor) -> Tensor:
+        return torch.zeros_like(mean.unsqueeze(-1) * mean.unsqueeze(-2))
+
+
+def quadratic_form(posterior: Any, network: Network) -> nn.Module:
+    """Return the covariance of the outputs as a module of the features, for a posterior over one linear map."""
+    (block,) = network.layout
+    d_out, d_in = block.d_out, block.d_in
+    what = f"the covariance of {block.size} weights"
+    refuse_beyond(COPIES * 8 * block.size**2, network.device, what, "Export a posterior over fewer weights")
+    options: Any = {"dtype": network.dtype, "device": network.device}
+    a = torch.eye(d_in, **options)[None, :, None]  # one sample for each feature
+    g = torch.eye(d_out, **options)[None, :, None, None].expand(1, d_out, d_in, 1, d_out)
+    jacobian = LayerJacobians(
+        (partial(LinearJacobian, a, g),), network.layout, network.selection, d_in, d_out, network.dtype
+    )
+    with torch.no_grad():
+        covariance = posterior.cross(jacobian).double().reshape(d_in, d_out, d_in, d_out).permute(0, 1, 3, 2)
+        return (_shared_axes(covariance) or DenseForm(covariance.contiguous())).to(network.dtype)
+
+
+def _shared_axes(covariance: Tensor) -> SharedAxes | None:
+    """Return the covariance (D, C, C, D) in the shorter form; None if it has none."""
+    _, outputs = eigh(_symmetric(torch.einsum("icdi->cd", covariance)))
+    turned = torch.einsum("icdj,ck,dl->iklj", covariance, outputs, outputs)
+    blocks = turned.diagonal(dim1=1, dim2=2).permute(2, 0, 1)  # (C, D, D)
+    _, inputs = eigh(_symmetric(blocks.sum(0)))
+    weights = torch.einsum("kij,ia,ja->ka", blocks, inputs, inputs)
+    whole = torch.einsum("ck,dk,ia,ja,ka->icdj", outputs, outputs, inputs, inputs, weights)
+    gap = (whole - covariance).abs().max()
+    return (
+        SharedAxes(outputs, inputs, weights.clamp_min(0))
+        if bool(gap <= SAME_COVARIANCE * covariance.abs().max())
+        else None
+    )
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.mT) / 2
+
+
+MANY = 256  # classes above which predictions are drawn from functions
+
+
+@dataclass(frozen=True, eq=False)
+class Component:
+    """One component of a predictive: a belief, the factor of its covariance, the likelihood, and its weight."""
+
+    belief: int
+    scale: float
+    likelihood: Any
+    weight: float
+
+
+class ClosedForm(PosteriorModule):
+    """The features of the model, quadratic forms in them, and the links of a likelihood.
+
+    A call that runs, and is not exported, refuses a model that is in training mode or has other weights than at the
+    fit. Its results are differentiable in the inputs alone: ``backward`` writes nothing to the weights.
+
+    Args:
+        fitted: The fitted posterior, whose model is shared and not copied.
+        head: Its last linear layer; None if there is no spread, and no features are needed.
+        forms: The covariance of the outputs under every belief, given the features.
+        components: What the predictive is averaged from.
+        shift: The steps of the last layer's weights (C, D) from the network's to those of the mean; None for none.
+        returns: "logits", "probs" or "moments".
+    """
+
+    shift: Tensor | None
+    weights: Tensor
+
+    def __init__(
+        self,
+        fitted: Any,
+        head: nn.Module | None,
+        forms: Sequence[nn.Module],
+        components: Sequence[Component],
+        shift: Tensor | None,
+        returns: str,
+    ) -> None:
+        super().__init__(fitted, returns)
+        self.head, self.forms, self.components = head, nn.ModuleList(forms).eval(), tuple(components)
+        self.register_buffer("shift", shift)
+        dtype = reduce(torch.promote_types, (p.dtype for p in self.model.parameters()), torch.float32)
+        weights = torch.tensor([each.weight for each in components], dtype=torch.float64)
+        self.register_buffer("weights", weights.to(dtype))
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if captured():
+            refuse_training_mode(self.model)
+            return self._computed(inputs, named)
+        self.refuse_changed()
+        given = inputs, named
+        with nullcontext() if wants_slopes(given) else torch.no_grad():
+            results = isolated(lambda given: _listed(self._computed(*given)), given)
+        return results if self.returns == "moments" else results[0]
+
+    def _computed(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """Return what was asked for, in the shape that the model returns."""
+        features: list[Tensor] = []
+        hook = lambda _, given: features.append(given[0])
+        handle = None if self.head is None else self.head.register_forward_pre_hook(hook)
+        try:
+            out = self.model(*inputs, **named)
+        finally:
+            if handle is not None:
+                handle.remove()
+        raw = self.raw(out)
+        mean = raw.unsqueeze(-1) if raw.ndim == 1 else raw
+        a = features[-1] if features else mean
+        if self.head is not None and self.head.bias is not None:
+            a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+        if self.shift is not None:
+            mean = mean + a @ self.shift.mT
+        results = self._results(mean, [form(a) for form in self.forms])
+        if isinstance(results, Tensor):
+            return results.reshape(raw.shape)
+        return tuple(each.reshape(raw.shape) for each in results)
+
+    def _results(self, mean: Tensor, covs: list[Tensor]) -> Any:
+        """Return what was asked for, in the shape (..., C)."""
+        return KINDS[type(self.components[0].likelihood)](self, mean, covs)
+
+    def _average(self, values: list[Tensor]) -> Tensor:
+        """Return Σ w_k v_k."""
+        stacked = torch.stack(values, -1)
+        return (stacked * self.weights).sum(-1)
+
+    def _variance(self, covs: list[Tensor]) -> Tensor:
+        """Return the variance of the outputs f under the mixture."""
+        each = [cov.diagonal(dim1=-2, dim2=-1) for cov in covs]
+        return self._average([c.scale * c.likelihood.widening * each[c.belief] for c in self.components])
+
+    def _classes(self, mean: Tensor, covs: list[Tensor]) -> Any:
+        each = [CLASS_LINKS[c.likelihood.link](*_scaled(c, mean, covs)) for c in self.components]
+        log_weights: Tensor = torch.log(self.weights)
+        log_probs = torch.logsumexp(torch.stack(each, -1) + log_weights, -1)
+        if self.returns == "logits":
+            return log_probs
+        return log_probs.exp() if self.returns == "probs" else (log_probs.exp(), self._variance(covs))
+
+    def _labels(self, mean: Tensor, covs: list[Tensor]) -> Any:
+        probs = self._average([LABEL_LINKS[c.likelihood.link](*_scaled(c, mean, covs)) for c in self.components])
+        if self.returns == "logits":
+            return probs.log() - (1 - probs).log()
+        return probs if self.returns == "probs" else (probs, self._variance(covs))
+
+    def _numbers(self, mean: Tensor, covs: list[Tensor]) -> Any:
+        if self.returns == "logits":
+            return mean
+        noise = [
+            c.likelihood.widening * c.likelihood.noise_variance.to(mean).expand(mean.shape) for c in self.components
+        ]
+        return mean, self._variance(covs) + self._average(noise)
+
+
+def _scaled(component: Component, mean: Tensor, covs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return mean and covariance of the logits that a component predicts from."""
+    factor, cov = 1 / component.likelihood.link_temperature, covs[component.belief]
+    offset = component.likelihood.logit_offset
+    mean = factor * mean if offset is None else factor * mean + offset.to(mean)
+    if not component.scale:  # without a graph: the slope of a standard deviation at zero is infinite
+        return mean, torch.zeros_like(cov)
+    return mean, (component.scale * factor**2) * cov
+
+
+def _listed(results: Any) -> Sequence[Tensor]:
+    return [results] if isinstance(results, Tensor) else results  # type: ignore[no-any-return]
+
+
+def _pairwise(mean: Tensor, cov: Tensor) -> Tensor:
+    own = cov.diagonal(dim1=-2, dim2=-1)
+    spread = (own.unsqueeze(-1) + own.unsqueeze(-2) - 2 * cov).clamp_min(0)
+    return paired(mean, spread).log_softmax(-1)
+
+
+def _probit(mean: Tensor, cov: Tensor) -> Tensor:
+    return probit_of(mean, cov.diagonal(dim1=-2, dim2=-1)).log_softmax(-1)
+
+
+def _quadrature(mean: Tensor, cov: Tensor) -> Tensor:
+    nodes, weights = (t.to(mean) for t in normal_rule())
+    std = cov.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    return ((mean.unsqueeze(-1) + std.unsqueeze(-1) * nodes).sigmoid() * weights).sum(-1)
+
+
+CLASS_LINKS = {
+    "pairwise": _pairwise, "probit": _probit, "bridge": lambda mean, cov: bridge(FunctionGaussian(mean, cov)),
+}  # fmt: skip
+LABEL_LINKS = {
+    "quadrature": _quadrature,
+    "probit": lambda mean, cov: probit_of(mean, cov.diagonal(dim1=-2, dim2=-1)).sigmoid(),
+}
+KINDS: dict[type, Any] = {
+    Categorical: ClosedForm._classes, Bernoulli: ClosedForm._labels, Gaussian: ClosedForm._numbers,
+}  # fmt: skip
+
+
+def obstacles(network: Network, components: Sequence[Component]) -> list[str]:
+    """Return why a posterior has no closed form, in words; nothing if it has one."""
+    likelihood, found = components[0].likelihood, []
+    if type(likelihood) not in KINDS:
+        found.append(f"{type(likelihood).__name__} has no closed form")
+    elif type(likelihood) is Categorical and likelihood.link not in CLASS_LINKS:
+        found.append(f"the link {likelihood.link!r} has no closed form")
+    if network.image:
+        found.append("the outputs are images")
+    if any(component.scale for component in components):
+        first = network.layout[0]
+        if len(network.layout) > 1 or network.selection.index is not None:
+            found.append(
+                "the uncertain weights are not those of one layer, so that variances are made of gradients of the "
+                "network at every input, which ONNX and torch.export do not record"
+            )
+        elif not network.head or network.head != first.weight:
+            found.append("the uncertain layer is not known to make the outputs")
+        elif type(head_of(network)) is not nn.Linear:
+            found.append(f"the last layer is {type(head_of(network)).__name__}, not Linear")
+        if network.output_shape[-1] > MANY and type(likelihood) is Categorical:
+            found.append(f"more than {MANY} classes are predicted from drawn functions")
+    return found
+
+
+def head_of(network: Network) -> nn.Module:
+    """Return the module that the first uncertain weight belongs to."""
+    return network.model.get_submodule(network.layout[0].weight.rpartition(".")[0])
+
+
+RETURNS = ("logits", "probs", "moments")
+
+
+class Predicting(PosteriorModule):
+    """A module that returns what the model returned, with the uncertainty of a posterior inside.
+
+    Args:
+        fitted: The fitted posterior.
+        returns: "logits", "probs" or "moments".
+        why: Why it cannot be exported.
+    """
+
+    def __init__(self, fitted: Any, returns: str, why: str) -> None:
+        super().__init__(fitted, returns)
+        self.fitted, self.why = fitted, why
+
+    def extra_repr(self) -> str:
+        return f"cannot be exported: {self.why}"
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if captured():
+            raise UnsupportedError(
+                f"{self.why}; an exported program needs a closed form, and this posterior has none. Fit with "
+                "weights=lw.last_layer, a model that ends in nn.Linear, and Categorical (links pairwise, probit, "
+                "bridge), Bernoulli or Gaussian."
+            )
+        device = next(self.model.parameters()).device
+        if device != self.fitted.base.theta.device:  # the module was moved
+            self.fitted = self.fitted.to(device)
+        x = named if named else inputs[0] if len(inputs) == 1 else inputs
+        predictive = self.fitted.predict(x)
+        with torch.no_grad():
+            raw = self.raw(call(self.model, x))
+        shaped = lambda values: values.reshape(raw.shape) if values.numel() == raw.numel() else values
+        if self.returns == "moments":
+            return tuple(map(shaped, _moments(self.fitted, predictive, x)))
+        return shaped(_logits(predictive) if self.returns == "logits" else predictive.probs)
+
+
+def _moments(fitted: Any, predictive: Any, x: Any) -> tuple[Tensor, Tensor]:
+    if hasattr(predictive, "probs"):
+        return predictive.probs, fitted.functions(x).variance
+    return predictive.mean, predictive.variance
+
+
+def _logits(predictive: Any) -> Tensor:
+    if hasattr(predictive, "log_probs"):
+        return predictive.log_probs  # type: ignore[no-any-return]
+    if hasattr(predictive, "probs"):
+        return predictive.probs.logit()  # type: ignore[no-any-return]
+    return predictive.mean  # type: ignore[no-any-return]
+
+
+ModuleOf = ClosedForm | Predicting
+
+
+def module_of(fitted: Any, returns: str) -> ModuleOf:
+    """Return a fitted posterior as a module: in closed form where it has one."""
+    one_of(RETURNS).check("returns", returns)
+    posterior, network = fitted.posterior, fitted.network
+    if returns == "probs" and not fitted.likelihood.has_logits:
+        kind = "a regression" if fitted.likelihood.noise_variance is not None else type(fitted.likelihood).__name__
+        raise UnsupportedError(f"returns is 'probs', and {kind} has none; expected 'logits' or 'moments'.")
+    components, members = _components(posterior)
+    why = obstacles(network, components)
+    if why:
+        return Predicting(fitted, returns, "; ".join(why))
+    if not any(component.scale for component in components):
+        return ClosedForm(fitted, None, [NoForm() for _ in members], components, None, returns)
+    forms = [quadratic_form(each, network) if each.linearised else NoForm() for each in members]
+    shift = None if network.shift is None else network.layout[0].arrange(network.selection.split(network.shift))[0]
+    return ClosedForm(fitted, head_of(network), forms, components, shift, returns)
+
+
+def _components(posterior: Any) -> tuple[list[Component], list[Any]]:
+    """Return what the predictive is averaged from, and the posterior of each belief."""
+    if posterior is posterior.base:
+        return [Component(0, float(posterior.has_spread), posterior.problem.likelihood, 1.0)], [posterior]
+    pairs = zip(posterior.cells, posterior.weights.tolist(), strict=True)
+    return [Component(c.belief, c.scale, c.likelihood, w) for c, w in pairs], list(posterior.members)

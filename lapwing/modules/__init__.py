@@ -1,1 +1,0 @@
-"""A fitted posterior as an ``nn.Module``, for evaluation loops and for export."""

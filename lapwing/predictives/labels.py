@@ -1,0 +1,493 @@
+"""Predictives of labels: binary ones and classes, by a link or by drawn functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.quasirandom import SobolEngine
+
+from lapwing.errors import UnsupportedError
+from lapwing.predictives.base import ClassPredictive, MultilabelPredictive, checked_labels, checked_numbers, is_soft
+from lapwing.predictives.mixture import BinaryMixture, ClassMixture
+from lapwing.runtime.memory import gathered, runs
+from lapwing.runtime.settings import require_integer
+from lapwing.runtime.threads import uniform
+from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import FunctionGaussian, by_inputs, normal_nodes, psd_root
+
+LOGISTIC = 3 / math.pi**2  # one over the variance of the standard logistic distribution
+PAIRED = 256  # classes up to which the covariance of each pair of logits is used
+COPIES = 4  # of a (C, C) intermediate that a link holds for each input
+
+
+def probit(belief: FunctionGaussian) -> Tensor:
+    """Return log softmax(m / sqrt(1 + π/8 var)), (B, C). It needs variances only."""
+    return probit_of(belief.mean, belief.variance).log_softmax(-1)
+
+
+def probit_of(mean: Tensor, variance: Tensor) -> Tensor:
+    """Return m / sqrt(1 + π/8 var)."""
+    return mean / torch.sqrt(1 + math.pi / 8 * variance)
+
+
+def pairwise(belief: FunctionGaussian) -> Tensor:
+    r"""Return log-probabilities (B, C) from the differences between every two logits.
+
+    $$ l_k = -\log \sum_i \exp\Bigl(-\frac{m_k - m_i}{\sqrt{1 + 3 s_{ki} / \pi^2}}\Bigr), \quad
+       s_{ki} = V_{kk} + V_{ii} - 2 V_{ki}, \quad p = \mathrm{softmax}(l) $$
+
+    A shift common to all logits has no effect, as with the softmax itself; with two classes this is the logistic
+    approximation of the exact integral. Above 256 classes s_ki is the sum of the variances of the two logits after
+    their mean over classes is taken off, which needs no (C, C) covariance. Cost: O(C²) for each input, in chunks.
+    """
+    mean, outputs = belief.mean, belief.mean.shape[-1]
+    flat = mean.reshape(-1, outputs)
+    if outputs <= PAIRED:
+        cov = belief.cov.reshape(-1, outputs, outputs)
+        own = cov.diagonal(dim1=-2, dim2=-1)
+    else:
+        cov, own = None, belief.centred_variance.reshape(-1, outputs)
+        if not bool((own > 0).any()):  # the plain network: l is log softmax(m), which takes no pairs
+            return mean.log_softmax(-1)
+    logits = []
+    for part in runs(len(flat), COPIES * flat.element_size() * outputs**2, flat.device):
+        spread = own[part].unsqueeze(-1) + own[part].unsqueeze(-2)
+        if cov is not None:
+            spread = torch.add(spread, cov[part], alpha=-2).clamp_min(0)
+        logits.append(paired(flat[part], spread))
+    return torch.cat(logits).reshape(mean.shape).log_softmax(-1) if logits else mean.log_softmax(-1)
+
+
+def paired(mean: Tensor, spread: Tensor) -> Tensor:
+    """Return l (..., C) of ``pairwise`` from the means (..., C) and the variances s of all differences, (..., C, C)."""
+    ahead = mean.unsqueeze(-2) - mean.unsqueeze(-1)  # m_i - m_k
+    shrink = torch.add(torch.ones_like(spread[:1, :1, :1]), spread, alpha=LOGISTIC).rsqrt()
+    return -torch.logsumexp(ahead * shrink, -1)
+
+
+def bridge(belief: FunctionGaussian) -> Tensor:
+    """Return the log mean (B, C) of the Dirichlet distribution matched to the logits (Hobbhahn et al. 2022).
+
+    Logits are defined up to a common shift, so mean and covariance are first projected to logits that sum to zero.
+    """
+    mean, cov = belief.mean - belief.mean.mean(-1, keepdim=True), belief.cov
+    count = mean.shape[-1]
+    rows = cov.mean(-1)
+    spread = cov.diagonal(dim1=-2, dim2=-1) - 2 * rows + rows.mean(-1, keepdim=True)
+    floor = 1e3 * torch.finfo(mean.dtype).eps * (1 + cov.diagonal(dim1=-2, dim2=-1))
+    none = (spread <= floor).all(-1, keepdim=True)  # without variance there is nothing to match
+    variance = spread.maximum(floor)
+    # exp(m_k) Σ_l exp(-m_l) / C², in logs so that confident logits do not overflow
+    peak = (mean + torch.logsumexp(-mean, -1, keepdim=True)).clamp_max(80).exp() / count**2
+    alpha = (1 - 2 / count + peak) / variance
+    return torch.where(none, mean.log_softmax(-1), alpha.log() - alpha.sum(-1, keepdim=True).log())
+
+
+def logit_draws(belief: FunctionGaussian, n: int, seed: int) -> Tensor:
+    """Return n draws of the logits, (n, B, C), up to a shift common to all logits of an input.
+
+    The draws are antithetic, moment-matched Sobol points on the C - 1 dimensional space of logits that sum to zero,
+    the same points for every input. Cost: an eigendecomposition of a (C - 1, C - 1) matrix for each input.
+    """
+    mean, outputs = belief.mean, belief.mean.shape[-1]
+    basis, points = _zero_sum_basis(outputs).to(mean), _normal_points(n, outputs - 1, seed).to(mean)
+    flat, cov = mean.reshape(-1, outputs), belief.cov.reshape(-1, outputs, outputs)
+
+    def draws(part: slice) -> Tensor:
+        root = basis @ psd_root(basis.mT @ cov[part] @ basis)
+        return flat[part] + torch.einsum("bcd,nd->nbc", root, points)
+
+    each = 2 * COPIES * flat.element_size() * outputs**2
+    parts = (draws(part) for part in runs(len(flat), each, flat.device))
+    return gathered(parts, len(flat), 1).reshape(n, *mean.shape) if len(flat) else mean.new_zeros(n, *mean.shape)
+
+
+@lru_cache(maxsize=8)
+def _normal_points(n: int, dimension: int, seed: int) -> Tensor:
+    """Return n antithetic points (n, dimension) with mean zero and unit variances; unit covariance if n allows it."""
+    half = SobolEngine(dimension, scramble=True, seed=seed).draw((n + 1) // 2, dtype=torch.float64)
+    points = torch.special.ndtri(half.clamp(1e-12, 1 - 1e-12))
+    moment = points.mT @ points / len(points)
+    if len(points) >= 2 * dimension:  # below that the whitening itself would distort the points
+        points = torch.linalg.solve_triangular(torch.linalg.cholesky(moment).mT, points, upper=True, left=False)
+    else:
+        points = points / moment.diagonal().sqrt().clamp_min(1e-6)
+    return torch.cat([points, -points])[:n]
+
+
+@lru_cache(maxsize=8)
+def _zero_sum_basis(outputs: int) -> Tensor:
+    """Return an orthonormal basis (C, C - 1) of the vectors that sum to zero: columns of a Householder reflection."""
+    v = torch.full((outputs,), outputs**-0.5, dtype=torch.float64)
+    v[-1] += 1
+    return (torch.eye(outputs, dtype=torch.float64) - torch.outer(v, v) / v[-1])[:, :-1]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BinaryPredictive(MultilabelPredictive):
+    """Predictive of one binary label or many.
+
+    ``epistemic`` is the mutual information of labels and logits, ``aleatoric`` the expected entropy, both by
+    quadrature whatever the link is.
+
+    Args:
+        belief: The Gaussian belief about the logits (B, C).
+        link: "quadrature" or "probit" (closed form).
+
+    >>> p = BinaryPredictive(FunctionGaussian(torch.zeros(1, 1), torch.ones(1, 1, 1)))
+    >>> p.probs
+    tensor([[0.5000]])
+    """
+
+    belief: FunctionGaussian
+    link: str = "quadrature"
+
+    @staticmethod
+    def mixed(components: tuple[BinaryPredictive, ...], weights: Tensor) -> BinaryMixture:
+        """Return the mixture of predictives of the same inputs."""
+        return BinaryMixture(components, weights)
+
+    @cached_property
+    def _log_odds(self) -> tuple[Tensor, Tensor]:
+        """log p(1) and log p(0), (B, C) each; finite where the probability itself rounds to zero."""
+        return BINARY_LINKS[self.link](self.belief)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        return self._log_odds[0].exp()
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        return self.log_prob_each(checked_numbers(y, self.probs, one=False, within=(0, 1))).sum(-1)
+
+    def log_prob_each(self, y: Tensor) -> Tensor:
+        """Return the log-probability of the target of each label by itself, (B, C)."""
+        y = y.to(self.probs).reshape(self.probs.shape)
+        one, zero = self._log_odds
+        return y * one + (1 - y) * zero
+
+    def known_log_prob(self, y: Tensor, known: Tensor) -> Tensor:
+        return self.log_prob_each(y).masked_fill(~known, 0).sum(-1)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        require_integer("n", n)
+        draws = uniform((n, *self.probs.shape), generator, self.probs)
+        return (draws < self.probs).to(self.probs)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        def entropies(rows: slice) -> Tensor:
+            nodes, weights = normal_nodes(self.belief, rows)
+            p = nodes.sigmoid()
+            return ((torch.special.entr(p) + torch.special.entr(1 - p)) * weights).sum((-1, -2))
+
+        return by_inputs(self.belief, entropies)
+
+    @cached_property
+    def integrated_probs(self) -> Tensor:
+        def probabilities(rows: slice) -> Tensor:
+            nodes, weights = normal_nodes(self.belief, rows)
+            return (nodes.sigmoid() * weights).sum(-1)
+
+        return by_inputs(self.belief, probabilities)
+
+
+def binary_probit(belief: FunctionGaussian) -> tuple[Tensor, Tensor]:
+    """Return log sigmoid(± m / sqrt(1 + π/8 var)), the probit approximation of log p(1) and log p(0)."""
+    scaled = belief.mean / torch.sqrt(1 + math.pi / 8 * belief.variance)
+    return F.logsigmoid(scaled), F.logsigmoid(-scaled)
+
+
+def quadrature(belief: FunctionGaussian) -> tuple[Tensor, Tensor]:
+    """Return log p(1) and log p(0) by numerical integration over the logit."""
+
+    def logs(rows: slice) -> Tensor:
+        nodes, weights = normal_nodes(belief, rows)
+        each = (torch.logsumexp(F.logsigmoid(sign * nodes) + weights.log(), -1) for sign in (1, -1))
+        return torch.stack(list(each), 1)
+
+    both = by_inputs(belief, logs)
+    return both[:, 0], both[:, 1]
+
+
+BINARY_LINKS = {"probit": binary_probit, "quadrature": quadrature}
+
+
+TOGETHER = 32  # classes up to which the predictives of a mixture are computed at once
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SoftmaxPredictive(ClassPredictive):
+    """Predictive of a class with Gaussian logits.
+
+    ``entropy`` is that of ``probs``. ``epistemic`` is the mutual information of label and logits, ``aleatoric`` the
+    expected entropy; both come from quasi-random draws of the logits whatever the link is.
+
+    Args:
+        belief: The Gaussian belief about the logits (B, C).
+        link: "pairwise", "probit", "bridge" or "mc".
+        samples: The number of draws.
+        seed: The seed of the draws.
+
+    >>> p = SoftmaxPredictive(FunctionGaussian(torch.zeros(1, 2), torch.eye(2)[None]))
+    >>> p.probs
+    tensor([[0.5000, 0.5000]])
+    """
+
+    belief: FunctionGaussian
+    link: str = "pairwise"
+    samples: int = 128
+    seed: int = 0
+
+    @staticmethod
+    def mixed(components: tuple[SoftmaxPredictive, ...], weights: Tensor) -> ClassMixture:
+        """Return the mixture of predictives of the same inputs."""
+        return ClassMixture(tuple(_stacked(components)), weights)
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        return LINKS[self.link](self)
+
+    @cached_property
+    def logit_samples(self) -> Tensor:
+        """Draws of the logits up to a common shift, (S, B, C): Sobol points, so equal seeds give equal draws."""
+        return logit_draws(self.belief, self.samples, self.seed)
+
+    @cached_property
+    def integrated_probs(self) -> Tensor:
+        """The mean of the softmax over the draws, (B, C)."""
+        return self.logit_samples.softmax(-1).mean(0)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        return self.entropy_of(self.logit_samples.softmax(-1)).mean(0)
+
+
+LINKS: dict[str, Callable[[SoftmaxPredictive], Tensor]] = {
+    "pairwise": lambda p: pairwise(p.belief),
+    "probit": lambda p: probit(p.belief),
+    "bridge": lambda p: bridge(p.belief),
+    "mc": lambda p: torch.logsumexp(p.logit_samples.log_softmax(-1), 0) - math.log(p.samples),
+}
+
+
+def _stacked(components: Sequence[SoftmaxPredictive]) -> Iterator[SoftmaxPredictive]:
+    """Yield the predictives with a leading dimension: all at once where their covariances are small."""
+    mean = components[0].belief.mean
+    each = mean.element_size() * mean.numel() * mean.shape[-1]
+    for part in runs(len(components), each, mean.device, most=None if mean.shape[-1] <= TOGETHER else 1):
+        group = components[part]
+        yield replace(group[0], belief=FunctionGaussian.stacked([component.belief for component in group]))
+
+
+SMOOTHED = 0.5  # largest share of the variance that is left to a link, for up to FEW draws
+FEW = 16
+LARGE = 4.0  # variance of the logits at which the share is half of that
+SMALL = 1e-30  # probability below which logarithms of sums would lose digits
+ENTRIES = 2**22  # numbers of drawn logits that are handled at once: near a CPU's caches, and enough for a GPU
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AveragedClasses(ClassPredictive):
+    """Predictive of a class: probabilities that were averaged over drawn functions, with their standard error.
+
+    Args:
+        averages: Log-probabilities of the classes (B, C).
+        entropies: The expected entropy given the function, (B,).
+        error: The standard error of the probabilities (B, C), from the spread between draws; None if one draw stands
+            alone.
+    """
+
+    averages: Tensor
+    entropies: Tensor
+    error: Tensor | None = None
+
+    @property
+    def log_probs(self) -> Tensor:
+        return self.averages
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self.entropies
+
+    @property
+    def standard_error(self) -> Tensor:
+        """The standard error of ``probs``, (B, C): that of the plain average over the same functions.
+
+        An upper estimate, since ``probs`` are smoothed, which lowers their error where it is large.
+
+        Raises:
+            UnsupportedError: If a part of the mixture has a single draw.
+        """
+        if self.error is None:
+            raise UnsupportedError(
+                "a standard error takes two draws of each precision of the mixture, and one has a single draw; ask for "
+                "more: predict(x, samples=32)."
+            )
+        return self.error
+
+    @property
+    def integrated_probs(self) -> Tensor:
+        return self.probs
+
+    @staticmethod
+    def joined(parts: Sequence[AveragedClasses]) -> AveragedClasses:
+        """Return the predictive of all data, from those of some data each, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        errors = [part.error for part in parts if part.error is not None]
+        return AveragedClasses(
+            torch.cat([part.averages for part in parts]), torch.cat([part.entropies for part in parts]),
+            torch.cat(errors) if len(errors) == len(parts) else None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SoftmaxSamples(ClassPredictive):
+    r"""Predictive of a class: the softmax of drawn logits, averaged.
+
+    A function with large steps is certain of some class, and few such functions give most classes a probability near
+    zero. So the functions carry a share a of the variance, and a link integrates over the rest: the pairwise link of
+    logits with equal variances, which divides them by a temperature t. With the mean variance v̄ of the logits of an
+    input, their mean over classes taken off,
+
+    $$ p = \frac{1}{2K} \sum_{\pm k} \mathrm{softmax}\Bigl( \frac{m \pm \sqrt a\, d_k}{t} \Bigr), \quad
+       t^2 = 1 + \frac{6}{\pi^2} (1 - a) \bar v, \quad
+       1 - a = \frac{\bar v}{\bar v + 4} \min\Bigl( \frac12, \frac{2}{\sqrt K} \Bigr) . $$
+
+    Where the steps are small or many a tends to one, and p to the average softmax itself. ``aleatoric`` and
+    ``standard_error`` are those of the whole functions.
+
+    Args:
+        parts: Beliefs about the logits, each with its draws.
+        weights: Their weights, which sum to one.
+    """
+
+    parts: tuple[FunctionSamples, ...]
+    weights: tuple[float, ...] = (1.0,)
+
+    @staticmethod
+    def mixed(components: tuple[SoftmaxSamples, ...], weights: Tensor) -> SoftmaxSamples:
+        """Return the mixture of predictives of the same inputs."""
+        parts: list[tuple[FunctionSamples, float]] = []
+        for component, weight in zip(components, weights.tolist(), strict=True):
+            shares = zip(component.parts, component.weights, strict=True)
+            parts += [(part, weight * share) for part, share in shares if weight * share > 0]
+        return SoftmaxSamples(tuple(part for part, _ in parts), tuple(share for _, share in parts))
+
+    @property
+    def averaged(self) -> AveragedClasses:
+        """The same without the functions, which take K times the memory of the probabilities."""
+        return AveragedClasses(self.log_probs, *self._of_functions)
+
+    @property
+    def integrated_probs(self) -> Tensor:
+        return self.probs
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self._of_functions[0]
+
+    @property
+    def standard_error(self) -> Tensor:
+        """The standard error of ``probs``, (B, C); an upper estimate, see ``AveragedClasses``."""
+        return self.averaged.standard_error
+
+    @cached_property
+    def _of_functions(self) -> tuple[Tensor, Tensor | None]:
+        """The expected entropy, and the standard error of the average softmax, of the whole functions."""
+        mean = self.parts[0].mean
+        entropy, draws = mean.new_zeros(mean.shape[:-1]), dict[int, Tensor]()
+        for part, weight in zip(self.parts, self.weights, strict=True):
+            if part.pairs:  # what each draw adds to the probabilities, (K, B, [T,] C); cells may share draws
+                draws.setdefault(id(part.steps), torch.zeros_like(part.steps))
+            for pairs, logits in _in_turn(part):
+                log_p = logits.log_softmax(-1)
+                p = log_p.exp()
+                entropy -= weight / max(1, 2 * part.pairs) * (p * log_p).sum(-1).sum(0)
+                if part.pairs:
+                    plus, minus = p.chunk(2)
+                    draws[id(part.steps)][pairs] += 0.5 * weight * (plus + minus)
+        if any(len(each) == 1 for each in draws.values()):
+            return entropy, None
+        variances = (each.var(0) / len(each) for each in draws.values())
+        return entropy, sum(variances, torch.zeros_like(mean)).sqrt()
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        if is_soft(y, self.parts[0].mean):
+            return super().log_prob(y)
+        y = checked_labels(y, self.parts[0].mean)
+        each = []
+        for part, weight in zip(self.parts, self.weights, strict=True):
+            smooth = _Smoothed.of(part)
+            for logits in smooth.in_turn():
+                chosen = logits.log_softmax(-1).gather(-1, y.expand(len(logits), *y.shape))
+                each.append(chosen.squeeze(-1) + math.log(weight / smooth.count))
+        return torch.cat(each).logsumexp(0)
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        probs = torch.zeros_like(self.parts[0].mean)
+        for part, weight in zip(self.parts, self.weights, strict=True):
+            smooth = _Smoothed.of(part)
+            for logits in smooth.in_turn():
+                probs += weight / smooth.count * logits.softmax(-1).sum(0)
+        return probs.log() if bool((probs > SMALL).all()) else self._log_averages()
+
+    def _log_averages(self) -> Tensor:
+        """Return the log-probabilities without the probabilities, which may round to zero; slower."""
+        total = torch.full_like(self.parts[0].mean, -math.inf)
+        for part, weight in zip(self.parts, self.weights, strict=True):
+            smooth = _Smoothed.of(part)
+            for logits in smooth.in_turn():
+                share = math.log(weight / smooth.count)
+                total = torch.logaddexp(total, logits.log_softmax(-1).logsumexp(0) + share)
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class _Smoothed:
+    """The functions of a belief with a share of its variance, divided by the temperature of the rest."""
+
+    part: FunctionSamples
+    shrink: Tensor  # one over the temperature, (B, [T,] 1)
+    narrow: Tensor  # √a, (B, [T,] 1)
+
+    @classmethod
+    def of(cls, part: FunctionSamples) -> _Smoothed:
+        if not part.pairs:
+            one = torch.ones_like(part.mean[..., :1])
+            return cls(part, one, one)
+        spread = part.scale**2 * part.spreads.mean(0).unsqueeze(-1)
+        rest = SMOOTHED * min(1.0, math.sqrt(FEW / part.pairs)) * spread / (spread + LARGE)
+        return cls(part, (1 + 2 * LOGISTIC * rest * spread).rsqrt(), (1 - rest).sqrt())
+
+    @property
+    def count(self) -> int:
+        """The number of functions."""
+        return max(1, 2 * self.part.pairs)
+
+    def in_turn(self) -> Iterator[Tensor]:
+        """Yield the logits of a few draws after another, (n, B, [T,] C)."""
+        part = replace(self.part, mean=self.shrink * self.part.mean)
+        for _, logits in _in_turn(part, self.shrink * self.narrow):
+            yield logits
+
+
+def _in_turn(part: FunctionSamples, width: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the numbers of a few draws and their functions (n, B, [T,] C); the mean alone if there are none.
+
+    The steps of each input are multiplied by ``width`` (B, [T,] 1).
+    """
+    if not part.pairs:
+        yield slice(0, 0), part.factor * part.mean.unsqueeze(0)
+        return
+    step = max(1, ENTRIES // max(1, 2 * part.mean.numel()))
+    for start in range(0, part.pairs, step):
+        pairs = slice(start, min(part.pairs, start + step))
+        yield pairs, part.functions(pairs, width)

@@ -1,0 +1,361 @@
+"""Predictives of numbers: normal, Student, and counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributions import (
+    Categorical,
+    Distribution,
+    Independent,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+    Poisson,
+    StudentT,
+)
+
+from lapwing.errors import DataError, NumericalError
+from lapwing.predictives.base import NumberPredictive, NumberScoring, cdf, checked_numbers, quantile, whole_quantile
+from lapwing.predictives.mixture import CountMixture, DensityMixture
+from lapwing.runtime.settings import PROBABILITY, require_integer
+from lapwing.runtime.threads import normal, poisson
+from lapwing.values.gaussian import FunctionGaussian, by_inputs, normal_nodes
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NormalPredictive(NumberPredictive):
+    """Normal predictive y ~ N(mean, cov of f + noise).
+
+    Args:
+        belief: The Gaussian belief about the outputs f (B, C).
+        noise: Noise variances, in the shape of the mean.
+
+    >>> p = NormalPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1))
+    >>> p.std.item(), p.epistemic_variance.item(), p.aleatoric_variance.item()
+    (2.0, 3.0, 1.0)
+    >>> low, high = p.interval(0.95)
+    >>> round(high.item(), 2)
+    3.92
+    >>> round(1 - p.cdf(2.0).item(), 4)  # the probability of more than 2, one standard deviation
+    0.1587
+    """
+
+    belief: FunctionGaussian
+    noise: Tensor
+
+    @staticmethod
+    def mixed(components: tuple[NormalPredictive, ...], weights: Tensor) -> DensityMixture:
+        """Return the mixture of predictives of the same inputs."""
+        return DensityMixture(components, weights)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.belief.mean
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        return self.belief.variance
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        return self.noise
+
+    @property
+    def degrees(self) -> float:
+        """Degrees of freedom: infinite, as of a Student distribution that is normal."""
+        return math.inf
+
+    @property
+    def width(self) -> Tensor:
+        """The same as ``std``."""
+        return self.std
+
+    @cached_property
+    def distribution(self) -> Distribution:
+        """The joint distribution of the outputs of one input; a multivariate normal if there are several."""
+        if self.mean.shape[-1] == 1:
+            return Independent(Normal(self.mean, self.std, validate_args=False), 1)
+        cov = self.belief.cov + torch.diag_embed(self.noise)
+        return MultivariateNormal(self.mean, covariance_matrix=cov, validate_args=False)
+
+    def quantile(self, level: float) -> Tensor:
+        PROBABILITY.check("level", level)
+        z = torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).to(self.mean)
+        return self.mean + z * self.std
+
+    def cdf(self, y: Tensor | float) -> Tensor:
+        return torch.special.ndtr((checked_numbers(y, self.mean) - self.mean) / self.std)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        out: Tensor = self.distribution.log_prob(checked_numbers(y, self.mean, one=False))
+        return out
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        require_integer("n", n)
+        eps = normal((n, *self.mean.shape), generator, self.mean)
+        return self.belief.sample(n, generator) + eps * self.noise.sqrt()
+
+    @property
+    def entropy(self) -> Tensor:
+        out: Tensor = self.distribution.entropy()
+        return out
+
+    @property
+    def known_entropy(self) -> Tensor:
+        return 0.5 * (2 * math.pi * math.e * self.noise).log().sum(-1)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StudentPredictive(NumberPredictive):
+    """Student predictive y ~ mean + scale · (cov of f + noise)^½ · t with ``degrees`` degrees of freedom.
+
+    The outputs of one input share one χ² variable, so they are jointly a multivariate Student distribution. The
+    variances of f and of the noise are multiplied alike by scale² degrees / (degrees - 2), so that their ratio stays.
+
+    Args:
+        belief: The Gaussian belief about the outputs f (B, C).
+        noise: Noise variances, in the shape of the mean.
+        degrees: The degrees of freedom ν, above two.
+        scale: The factor of the standard deviation.
+
+    >>> p = StudentPredictive(FunctionGaussian(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0)), torch.ones(1, 1), 4.0)
+    >>> p.variance.item(), p.epistemic_variance.item(), p.aleatoric_variance.item()
+    (8.0, 6.0, 2.0)
+    """
+
+    belief: FunctionGaussian
+    noise: Tensor
+    degrees: float
+    scale: float = 1.0
+
+    @staticmethod
+    def mixed(components: tuple[StudentPredictive, ...], weights: Tensor) -> DensityMixture:
+        """Return the mixture of predictives of the same inputs."""
+        return DensityMixture(components, weights)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.belief.mean
+
+    @property
+    def widening(self) -> float:
+        """The variance over that of the normal distribution: scale² degrees / (degrees - 2)."""
+        return self.scale**2 * self.degrees / (self.degrees - 2)
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        return self.widening * self.belief.variance
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        return self.widening * self.noise
+
+    @property
+    def distribution(self) -> StudentT:
+        """The distribution of each output by itself, (B, C)."""
+        return StudentT(self.degrees, self.mean, self.width, validate_args=False)
+
+    @cached_property
+    def width(self) -> Tensor:
+        """The scale of the Student distribution of each output, (B, C); less than ``std``."""
+        return self.scale * (self.belief.variance + self.noise).sqrt()
+
+    def cdf(self, y: Tensor | float) -> Tensor:
+        return cdf((checked_numbers(y, self.mean) - self.mean) / self.width, self.degrees)
+
+    def quantile(self, level: float) -> Tensor:
+        zero = torch.zeros((), dtype=torch.float64)
+        t = quantile(lambda y: cdf(y, self.degrees), level, zero, zero + 1).to(self.mean)
+        return self.mean + t * self.width
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        y = checked_numbers(y, self.mean, one=False)
+        outputs, nu = y.shape[-1], self.degrees
+        if outputs == 1:
+            width = self.width.squeeze(-1)
+            distance, log_det = ((y - self.mean).squeeze(-1) / width).square(), 2 * width.log()
+        else:
+            factor = torch.linalg.cholesky(self.scale**2 * (self.belief.cov + torch.diag_embed(self.noise)))
+            gap = torch.linalg.solve_triangular(factor, (y - self.mean).unsqueeze(-1), upper=False).squeeze(-1)
+            distance, log_det = gap.square().sum(-1), 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        constant = math.lgamma((nu + outputs) / 2) - math.lgamma(nu / 2) - outputs / 2 * math.log(nu * math.pi)
+        return constant - 0.5 * log_det - (nu + outputs) / 2 * torch.log1p(distance / nu)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        require_integer("n", n)
+        eps = normal((n, *self.mean.shape), generator, self.mean) * self.noise.sqrt()
+        deviation = self.belief.sample(n, generator) - self.mean + eps
+        return self.mean + self.scale * deviation / self._chi(n, generator).sqrt()
+
+    def _chi(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Return n draws of χ²/ν for each input, (n, B, [T,] 1): a gamma variable by Marsaglia and Tsang's method."""
+        shape = (n, *self.mean.shape[:-1], 1)
+        d = self.degrees / 2 - 1 / 3
+        out = torch.zeros(shape, dtype=self.mean.dtype, device=self.mean.device)
+        open_ = torch.ones(shape, dtype=torch.bool, device=self.mean.device)
+        while bool(open_.any()):
+            z = normal(shape, generator, self.mean)
+            u = torch.special.ndtr(normal(shape, generator, self.mean))
+            v = (1 + z / math.sqrt(9 * d)).pow(3)
+            good = (v > 0) & (u.log() < 0.5 * z.square() + d - d * v + d * v.clamp_min(1e-30).log())
+            out = torch.where(open_ & good, d * v, out)
+            open_ = open_ & ~good
+        return out / (self.degrees / 2)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        outputs = self.mean.shape[-1]
+        if outputs == 1:
+            log_det = 2 * self.width.squeeze(-1).log()
+        else:
+            log_det = torch.linalg.slogdet(self.scale**2 * (self.belief.cov + torch.diag_embed(self.noise)))[1]
+        return 0.5 * log_det + self._standard_entropy(outputs)
+
+    @property
+    def known_entropy(self) -> Tensor:
+        outputs = self.mean.shape[-1]
+        return outputs * math.log(self.scale) + 0.5 * self.noise.log().sum(-1) + self._standard_entropy(outputs)
+
+    def _standard_entropy(self, outputs: int) -> float:
+        """Return the entropy of the multivariate Student distribution with unit scale."""
+        nu, half = self.degrees, (self.degrees + outputs) / 2
+        digamma = lambda value: float(torch.special.digamma(torch.tensor(value, dtype=torch.float64)))
+        constant = math.lgamma(nu / 2) - math.lgamma(half) + outputs / 2 * math.log(nu * math.pi)
+        return constant + half * (digamma(half) - digamma(nu / 2))
+
+
+FEW = 64  # nodes for sums over all likely counts
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CountPredictive(NumberPredictive):
+    """Predictive of counts with a Gaussian log-rate.
+
+    Mean and variance are closed forms; probabilities and intervals are integrated over the log-rate numerically.
+
+    Args:
+        belief: The Gaussian belief about the log-rates (B, C).
+
+    >>> p = CountPredictive(FunctionGaussian(torch.zeros(1, 1), torch.zeros(1, 1, 1)))
+    >>> p.mean.item(), p.variance.item()
+    (1.0, 1.0)
+    """
+
+    belief: FunctionGaussian
+
+    @staticmethod
+    def mixed(components: tuple[CountPredictive, ...], weights: Tensor) -> CountMixture:
+        """Return the mixture of predictives of the same inputs."""
+        return CountMixture(components, weights)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return (self.belief.mean + 0.5 * self.belief.variance).exp()
+
+    @cached_property
+    def epistemic_variance(self) -> Tensor:
+        """The variance of the rate, (B, C)."""
+        return self.mean.square() * torch.expm1(self.belief.variance)
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """The expected variance of the Poisson, which is the mean, (B, C)."""
+        return self.mean
+
+    @property
+    def distribution(self) -> Distribution:
+        """The counts of one input as a mixture of Poisson distributions over the nodes of the quadrature."""
+        nodes, weights = normal_nodes(self.belief)
+        mixture = Categorical(probs=weights.expand(nodes.shape), validate_args=False)
+        return Independent(
+            MixtureSameFamily(mixture, Poisson(nodes.exp(), validate_args=False), validate_args=False), 1
+        )
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        y = checked_numbers(y, self.mean, one=False, within=(0, math.inf)).unsqueeze(-1)
+        if not bool((y == y.round()).all()):
+            raise DataError("y has fractions; expected counts: whole numbers from 0.")
+
+        def logs(rows: slice) -> Tensor:
+            nodes, weights = normal_nodes(self.belief, rows)
+            each = y[rows] * nodes - nodes.exp() - torch.lgamma(y[rows] + 1)
+            return torch.logsumexp(each + weights.log(), -1).sum(-1)
+
+        return by_inputs(self.belief, logs)
+
+    def quantile(self, level: float) -> Tensor:
+        """Return whole numbers: the smallest whose cumulative probability is at least ``level``."""
+        return whole_quantile(self.cdf, level, self.reach(20)).to(self.mean)
+
+    def cdf(self, y: Tensor | float) -> Tensor:
+        """Return the probability of at most y counts, for each output by itself, (B, C) in float64."""
+        count = checked_numbers(y, self.mean.double()).floor().expand(self.mean.shape)
+
+        def below(rows: slice) -> Tensor:
+            nodes, weights = normal_nodes(self.belief, rows)
+            each = torch.special.gammaincc(count[rows].clamp_min(0).unsqueeze(-1) + 1, nodes.double().exp())
+            return (each * weights.double()).sum(-1)
+
+        return torch.where(count < 0, 0.0, by_inputs(self.belief, below))
+
+    def reach(self, deviations: int) -> Tensor:
+        """Return counts beyond which the probability is negligible, (B, C) in float64; raise if they overflow."""
+        reach = (self.mean + deviations * self.std + 20).double()
+        if not bool(torch.isfinite(reach).all()):
+            raise NumericalError(
+                f"the counts overflow: the log-rate has a mean of up to {self.belief.mean.max().item():.3g} and a "
+                f"standard deviation of up to {self.belief.std.max().item():.3g}; expected a rate and a variance that "
+                f"{self.mean.dtype} holds. Raise the prior precision, or use log_prob."
+            )
+        return reach
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        require_integer("n", n)
+        return poisson(self.belief.sample(n, generator).exp(), generator)
+
+    @property
+    def scoring(self) -> NumberScoring:
+        return NumberScoring(discrete=True)
+
+    def top_count(self) -> int:
+        """Return the largest count that is likely for one of the inputs."""
+        return int(self.reach(12).max().item())
+
+    def _summed(self, top: int, total: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return ``total`` of log p(k | rate), (B, C, nodes, counts), for counts k up to ``top``, and of weights."""
+        if FEW * top * self.mean.numel() > 2**28:
+            raise NumericalError(
+                f"the counts run to {top}, too many to sum over; the log-rate has a standard deviation of up to "
+                f"{self.belief.std.max().item():.3g}. Use the variances for an uncertainty this wide."
+            )
+        counts = torch.arange(top + 1, dtype=torch.float64, device=self.mean.device)
+
+        def part(rows: slice) -> Tensor:
+            nodes, weights = normal_nodes(self.belief, rows, FEW)
+            nodes = nodes.double().unsqueeze(-1)
+            return total(counts * nodes - nodes.exp() - torch.lgamma(counts + 1), weights.double())
+
+        return by_inputs(self.belief, part, 8 * FEW * (top + 1))
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """The entropy of the counts in nats, summed over outputs, (B,); a sum over all likely counts."""
+        log_p = self.log_probs_to(self.top_count())
+        return -(log_p.exp() * log_p).sum((-1, -2)).to(self.mean)
+
+    def log_probs_to(self, top: int) -> Tensor:
+        """Return the log-probabilities of the counts from zero to ``top``, (B, C, top + 1) in float64."""
+        return self._summed(top, lambda each, weights: torch.logsumexp(each + weights.log().unsqueeze(-1), -2))
+
+    @cached_property
+    def known_entropy(self) -> Tensor:
+        """The entropy of the counts in nats that is expected at a known rate, (B,) in float64."""
+        return self._summed(
+            self.top_count(), lambda each, weights: (-(each.exp() * each).sum(-1) * weights).sum((-1, -2))
+        )

@@ -1,0 +1,543 @@
+"""The contract of a tuner, the evidence as a function of hyperparameters, and tuners that maximise it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, count, islice, repeat
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.sweep import root_seeds
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Inputs
+from lapwing.data.processes import ALONE, Processes
+from lapwing.errors import DataError, DivergedError, UnsupportedError
+from lapwing.linalg.dense import cholesky
+from lapwing.networks.forward import outside_autocast, refuse_training_mode
+from lapwing.networks.network import Network
+from lapwing.posteriors.base import Bounded, HasEvidence, Posterior, Reweightable, Tunable
+from lapwing.priors.base import starting_precisions
+from lapwing.priors.filters import prior_kernel
+from lapwing.problem import Problem
+from lapwing.runtime.settings import DATA, FLAG, FUNCTION, NONE, POSITIVE, Rule, is_data, require, require_integer, seen
+from lapwing.runtime.trace import Step, Trace
+
+
+class Tuner(Protocol):
+    """A function from a posterior to the same posterior under better hyperparameters; a frozen dataclass of settings.
+
+    ``fit`` and ``Fitted.tuned`` accept any callable of this form:
+
+    >>> def fixed(posterior):
+    ...     prior = posterior.problem.prior
+    ...     return posterior.with_problem(posterior.problem.with_prior(prior.with_precision(0 * prior.values + 3.0)))
+    >>> import torch, lapwing as lw
+    >>> x = torch.linspace(-1, 1, 20).unsqueeze(1)
+    >>> lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", tuner=fixed).prior.values.item()
+    3.0
+    """
+
+    def __call__(self, posterior: Any, /) -> Any:
+        """Return the posterior under better hyperparameters, with a ``trace`` of the search if it can hold one."""
+        ...
+
+
+@runtime_checkable
+class NeedsData(Protocol):
+    """A tuner that passes over the training data; ``fit`` gives its own data to a tuner that has none."""
+
+    def with_data(self, data: Data) -> Tuner:
+        """Return the tuner with these data, or unchanged if it has data."""
+        ...
+
+
+@runtime_checkable
+class FollowsEvidence(Protocol):
+    """A tuner that varies hyperparameters around those of the evidence, which ``fit`` therefore learns first."""
+
+    @property
+    def follows_evidence(self) -> bool: ...
+
+
+@runtime_checkable
+class HoldsOut(Protocol):
+    """A tuner with held-out data: ``data``, if ``holds_out``."""
+
+    data: Any
+
+    @property
+    def holds_out(self) -> bool: ...
+
+
+def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
+    """Return the tuner, with the data of the fit if it needs some and has none; raise for names and classes."""
+    if isinstance(tuner, type):
+        raise UnsupportedError(f"tuner is the class {tuner.__name__}; expected an object: call it, with its settings.")
+    Rule("an object such as lw.tuners.FixedPoint(), not its name", FUNCTION.holds).check("tuner", tuner)
+    return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
+
+
+def applied(tuner: Tuner, posterior: Any, data: Data | None = None, processes: Processes = ALONE) -> Any:
+    """Return the posterior that the tuner makes of this one; raise if it makes none."""
+    together = processes if data is None else data.processes
+    tuned = spread(checked_tuner(tuner, data), together, posterior.problem.network)(posterior)
+    Rule("a posterior", lambda v: hasattr(v, "problem")).check(f"the result of the tuner {tuner!r:.60}", tuned)
+    return tuned
+
+
+def spread(tuner: Tuner, processes: Processes, network: Network) -> Tuner:
+    """Return the tuner with its own ``data`` as one part of several, if there are several processes."""
+    own = getattr(tuner, "data", None)
+    if processes.group is None or not is_dataclass(tuner) or not is_data(own) or isinstance(own, Data):
+        return tuner
+    part = network.reading(own, f"data of {type(tuner).__name__}", processes=processes)
+    part.look()  # raises if other processes read the same
+    return replace(tuner, data=part)  # type: ignore[type-var, return-value]
+
+
+def required_data(tuner: str, source: Iterable[Any] | Data | None, network: Network) -> Data:
+    """Return the data of a tuner, or raise if it has none."""
+    if source is None:
+        raise UnsupportedError(f"{tuner} needs the training data: {tuner}(data), or give it to fit().")
+    return network.reading(source)
+
+
+LARGEST_SLOPE = 1e-3  # per weight; above it a search has not converged
+HYPERPRIOR = Rule("a function of the posterior, or None", lambda v: v is None or FUNCTION.holds(v))
+
+Hyperprior = Callable[[Any], Tensor]  # from a posterior to the log density of its hyperparameters
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """A search over x (D,), float64: the log-precisions of a posterior and, if ``noise``, its log noise variances."""
+
+    posterior: Any
+    noise: bool
+    tuner: str  # the name of the tuner, for traces and errors
+    score: str = "log evidence"  # the name of what it maximises
+    hyperprior: Hyperprior | None = None  # a log density that is added to the evidence
+    steps: list[Step] = field(default_factory=list)  # every point that was tried, in order
+
+    @classmethod
+    def of(
+        cls, posterior: Any, noise: bool, tuner: str, score: str = "log evidence", hyperprior: Hyperprior | None = None
+    ) -> Search:
+        """Return the search, with the noise only if the likelihood learns it; raise if there is no evidence."""
+        if not isinstance(posterior, HasEvidence) or not isinstance(posterior, Tunable):
+            raise UnsupportedError(
+                f"{type(posterior).__name__} has no evidence to maximise; give the prior, or use a method that has one."
+            )
+        score = score if hyperprior is None else f"{score} plus log hyperprior"
+        return cls(posterior, noise and posterior.noise is not None, tuner, score, hyperprior)
+
+    @property
+    def start(self) -> Tensor:
+        """The present hyperparameters, (D,)."""
+        parts = [self.posterior.problem.prior.values.detach().double().log().reshape(-1)]
+        if self.noise:
+            parts.append(self.posterior.noise.detach().double().log().reshape(-1).to(parts[0]))
+        with torch.inference_mode(False):
+            return torch.cat(parts).clone()
+
+    @cached_property
+    def n_precisions(self) -> int:
+        """The number of precisions; the other entries of x are noise variances."""
+        return int(self.posterior.problem.prior.values.numel())
+
+    def inside(self, x: Tensor) -> Tensor:
+        """Return x within the limits of the posterior, if it has some."""
+        if not isinstance(self.posterior, Bounded):
+            return x
+        low, high = (limit[: len(x)].to(x) for limit in self.posterior.limits)
+        return x.clamp(low, high)
+
+    def at(self, x: Tensor) -> Any:
+        """Return the posterior at x, or at the nearest point within its limits, differentiable in x."""
+        posterior, x = self.posterior, self.inside(x)
+        if self.noise:
+            posterior = posterior.with_noise(x[self.n_precisions :].exp().reshape(posterior.noise.shape))
+        precisions = x[: self.n_precisions].exp().reshape(posterior.problem.prior.values.shape)
+        return posterior.with_problem(posterior.problem.with_precisions(precisions))
+
+    def objective(self, x: Tensor) -> Tensor:
+        """Return the log evidence at x plus the log density of the hyperprior, differentiable in x."""
+        posterior = self.at(x)
+        value: Tensor = posterior.log_evidence()
+        if self.hyperprior is None:
+            return value
+        density = self.hyperprior(posterior)
+        if not isinstance(density, Tensor) or density.numel() != 1:
+            raise UnsupportedError(
+                f"the hyperprior gave {seen(density)}; expected a log density, a tensor with one entry."
+            )
+        if density.is_complex() or (value.requires_grad and not density.requires_grad):
+            raise UnsupportedError(
+                f"the hyperprior gave {seen(density)} that does not depend on the hyperparameters; expected a real "
+                "number computed from the posterior that it is called with, without detach()."
+            )
+        return value + density.reshape(()).to(value)
+
+    def step(self, x: Tensor, score: float = math.nan, gamma: float | None = None) -> Step:
+        """Return the entry of the trace for x."""
+        values = self.inside(x.detach()).exp().tolist()
+        return Step(score, tuple(values[: self.n_precisions]), tuple(values[self.n_precisions :]), gamma)
+
+    def record(self, x: Tensor, score: float, gamma: float | None = None) -> None:
+        """Add x to the steps; raise if its score is not finite."""
+        self.steps.append(self.step(x, score, gamma))
+        if not math.isfinite(score):
+            raise self.error_at_best("the evidence is not finite. Give the prior, or start from another one.")
+
+    def finished(self, x: Tensor, *findings: str) -> Any:
+        """Return the posterior at x with the trace."""
+        return self.at(x.detach()).with_trace(Trace(self.tuner, self.score, tuple(self.steps), findings))
+
+    def error_at(self, x: Tensor, message: str) -> DivergedError:
+        """Return the error with the trace and the posterior at x."""
+        posterior = self.finished(x, message)
+        return DivergedError(message, posterior.trace, posterior)
+
+    def error_at_best(self, message: str) -> DivergedError:
+        """Return the error with the trace and the posterior at the best step that is finite and in range."""
+        good = [step for step in self.steps if math.isfinite(step.score) and in_range(step.precisions, self.posterior)]
+        return self.error_at(self.position(max(good, key=lambda step: step.score)) if good else self.start, message)
+
+    def position(self, step: Step) -> Tensor:
+        """Return x of a step."""
+        return torch.tensor([*step.precisions, *step.noise], dtype=torch.float64, device=self.start.device).log()
+
+    def refuse_runaway(self) -> None:
+        """Raise if a precision of the last step is out of range: a search may pass there, but not end."""
+        precisions = self.steps[-1].precisions
+        if not in_range(precisions, self.posterior):
+            message = (
+                f"the evidence has no optimum: a prior precision ran to {max(precisions):.3g} (smallest "
+                f"{min(precisions):.3g}). The weights of a layer are all near the prior mean, or the data do not curve "
+                "the loss. Give the prior."
+            )
+            raise self.error_at_best(message)
+
+
+def start_near_optimum(posterior: Any) -> Any:
+    """Return the posterior with precisions near the optimum of the evidence; unchanged if its prior is fixed."""
+    problem, statistics = posterior.problem, posterior.statistics
+    if not isinstance(posterior, Reweightable):
+        return posterior
+    values = starting_precisions(problem.prior, problem.network.theta(), statistics.data * statistics.outputs)
+    return posterior.with_problem(problem.with_precisions(values))
+
+
+def in_range(precisions: Collection[float], posterior: Posterior) -> bool:
+    """Return whether the evidence can have an optimum at these hyperparameters of the prior."""
+    problem = posterior.problem
+    return isinstance(posterior, Bounded) or problem.prior.in_range(precisions, problem.network.theta())
+
+
+def minimise(
+    objective: Callable[[Tensor], Tensor], start: Tensor, max_steps: int, tolerance: float
+) -> tuple[Tensor, float]:
+    """Minimise by L-BFGS with a strong Wolfe line search; return the last point and the largest slope there.
+
+    Stops when the largest slope is below ``tolerance``.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        x = start.clone().requires_grad_()
+        optimiser = torch.optim.LBFGS(
+            [x], max_iter=max_steps, tolerance_grad=tolerance, tolerance_change=0.0, line_search_fn="strong_wolfe"
+        )
+
+        def closure() -> Tensor:
+            optimiser.zero_grad()
+            value = objective(x)
+            value.backward()
+            return value
+
+        optimiser.step(closure)
+        closure()
+    assert x.grad is not None
+    return x.detach(), float(x.grad.abs().max())
+
+
+@dataclass(frozen=True)
+class MaximiseEvidence:
+    """A tuner that maximises the log evidence over the prior's precisions and, if asked, the noise.
+
+    In log-precisions the evidence is concave for a fixed noise, so L-BFGS finds its only optimum. ``posterior.trace``
+    has every step.
+
+    Cost: a log-determinant and its gradient for each of about ten steps; no pass over the data.
+
+    Args:
+        noise: Whether to learn the dispersion too (one for each output if the likelihood has one for each). This
+            assumes that the trained weights are the optimum of the tangent model. By default the noise stays the
+            mean squared residual.
+        max_steps: The largest number of L-BFGS steps.
+        tolerance: Stop when the slope is below this number times the number of weights.
+        hyperprior: A function from a posterior to a log density, added to the log evidence. It reads hyperparameters
+            from ``posterior.problem.prior.values`` and ``posterior.noise`` and must be differentiable in them. The
+            search is over logarithms, but the sum is taken as it is: a density over precisions needs no Jacobian.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the posterior has no evidence.
+        DivergedError: When called, if the evidence has no optimum or was not maximised in ``max_steps`` steps.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=100.0)
+    >>> tuned = posterior.tuned(lw.tuners.MaximiseEvidence(noise=True))
+    >>> bool(tuned.log_evidence() > posterior.log_evidence())
+    True
+    """
+
+    noise: bool = False
+    max_steps: int = 60
+    tolerance: float = 1e-5
+    hyperprior: Hyperprior | None = None
+
+    def __post_init__(self) -> None:
+        FLAG.check("noise", self.noise)
+        require_integer("max_steps", self.max_steps)
+        POSITIVE.check("tolerance", self.tolerance)
+        HYPERPRIOR.check("hyperprior", self.hyperprior)
+
+    def __call__(self, posterior: Any) -> Any:
+        """Return the posterior at the optimum of the evidence."""
+        search = Search.of(posterior, self.noise, "MaximiseEvidence", hyperprior=self.hyperprior)
+        unit = posterior.problem.evidence_unit
+
+        def objective(x: Tensor) -> Tensor:
+            value = search.objective(x)
+            search.record(x, float(value.detach()))
+            return -value / unit
+
+        best, slope = minimise(objective, search.start, self.max_steps, self.tolerance)
+        search.refuse_runaway()
+        if slope > LARGEST_SLOPE:
+            message = (
+                f"{self.max_steps} steps left a slope of {slope:.3g} per weight in the log evidence; expected below "
+                "1e-3. Raise MaximiseEvidence(max_steps=...) or give the prior."
+            )
+            raise search.error_at_best(message)
+        return search.finished(best)
+
+
+@dataclass(frozen=True)
+class Ascend:
+    """A tuner that takes a fixed number of Adam steps on the log evidence, in log-precisions and log-noise.
+
+    These are the hyper-steps of Immer et al. 2021. While the weights still change, it does not pay to find the
+    optimum for the weights of the moment.
+
+    Cost: a log-determinant and its gradient for each step; no pass over the data.
+
+    Args:
+        steps: The number of steps; 0 only evaluates the evidence.
+        rate: The learning rate of Adam.
+        noise: Whether to learn the noise too, if the likelihood leaves it open.
+        hyperprior: As for ``MaximiseEvidence``.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the posterior has no evidence.
+        DivergedError: When called, if a precision leaves its range or the evidence is not finite.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=100.0)
+    >>> len(posterior.tuned(lw.tuners.Ascend(steps=5)).trace.steps)  # the start and the end of every step
+    6
+    """
+
+    steps: int = 100
+    rate: float = 0.1
+    noise: bool = True
+    hyperprior: Hyperprior | None = None
+
+    def __post_init__(self) -> None:
+        require_integer("steps", self.steps, least=0)
+        POSITIVE.check("rate", self.rate)
+        FLAG.check("noise", self.noise)
+        HYPERPRIOR.check("hyperprior", self.hyperprior)
+
+    def __call__(self, posterior: Any) -> Any:
+        """Return the posterior after the last step."""
+        search = Search.of(posterior, self.noise, "Ascend", hyperprior=self.hyperprior)
+        with torch.inference_mode(False), torch.enable_grad():
+            x = search.start.requires_grad_()
+            optimiser = torch.optim.Adam([x], lr=self.rate)
+            for number in range(self.steps + 1):
+                search.steps.append(search.step(x))
+                search.refuse_runaway()  # first: far out of range the evidence cannot be computed
+                value = search.objective(x)
+                search.steps.pop()
+                search.record(x, float(value.detach()))
+                if number == self.steps:
+                    break
+                optimiser.zero_grad()
+                (-value / posterior.problem.evidence_unit).backward()
+                optimiser.step()
+        return search.finished(x)
+
+
+Term = Callable[[Problem], Tensor]  # the term of one block, under the prior and noise of a problem
+
+
+def _term(inputs: Inputs, targets: Tensor, problem: Problem) -> Tensor:
+    """Return a block's log-likelihood less half of log det(I + K/φ) of its kernel K, differentiable in prior and noise.
+
+    The Jacobian is multiplied by the root of the likelihood's Hessian. Sums are float64.
+    """
+    network, likelihood = problem.network, problem.likelihood
+    phi = likelihood.dispersion.to(network.device)
+    tangent = network.linearise(inputs)
+    f = tangent.f.double()
+    y = likelihood.targets(f, targets)
+    jacobians = tangent.jacobians(root_seeds(likelihood.root(f, y)).to(network.dtype)).double()
+    kernel = prior_kernel(jacobians, problem.prior) / phi
+    eye = torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
+    logdet = 2 * cholesky(eye + kernel, "the kernel of a block of data").diagonal().log().sum()
+    count = likelihood.count(f, y)
+    fit = -likelihood.loss(f, y).sum() / phi - count * likelihood.log_normaliser(phi, network.output_shape[-1])
+    return fit - 0.5 * logdet
+
+
+def _no_term(problem: Problem) -> Tensor:
+    """Return zero, for a process without data: it takes part in the sums over all."""
+    return 0 * problem.prior.values.double().sum()
+
+
+def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> Iterator[Term]:
+    """Yield the term of each block; a batch is cut into blocks of at most ``block`` data."""
+    for batch in data.batches(label):
+        size = problem.network.count(batch.inputs)
+        for start in range(0, size, block):
+            rows = slice(start, min(start + block, size))
+            yield partial(_term, problem.network.take(batch.inputs, rows), batch.targets[rows])
+
+
+@outside_autocast
+def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) -> Tensor:
+    r"""Return a lower bound of the log evidence of ``Full()``, from the kernels of blocks of data (Immer et al. 2023).
+
+    $$ \log p(D \mid \tilde w) - \tfrac12 \|\tilde w - \mu\|_A^2
+       - \tfrac12 \sum_b \log\det (I + J_b A^{-1} J_b^\top / \phi) $$
+
+    By Fischer's inequality the log-determinant of the whole kernel is at most the sum over its diagonal blocks, so
+    this is at most the evidence, and equal to it for one block.
+
+    Cost: one pass over the data; memory (block C)², whatever the number of data or weights.
+
+    Args:
+        posterior: A posterior of any method, ``MapOnly()`` included: only its network, likelihood and prior are used.
+        data: The training data in the form that ``fit`` takes.
+        block: The largest number of data in a block; batches are not joined.
+
+    Returns:
+        The bound in nats, a scalar in float64.
+
+    Raises:
+        UnsupportedError: If ``block`` is not a positive integer.
+        ModelError: If the model is in training mode, or its weights have changed since the fit.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", method=lw.Full(), prior=1.0)
+    >>> bool(lw.tuners.evidence_bound(posterior, [(x, x.sin())], block=10) < posterior.log_evidence())
+    True
+    """
+    core = getattr(posterior, "posterior", posterior)  # the posterior inside the result of fit, or the one given
+    Rule("a posterior that fit() made", lambda v: hasattr(v, "problem")).check("posterior", core)
+    require_integer("block", block)
+    network = core.problem.network
+    refuse_training_mode(network.model)
+    if core is not posterior:
+        posterior.fingerprint.refuse_other(network.model)
+    total = torch.zeros((), dtype=torch.float64, device=network.device)
+    processes = getattr(posterior, "processes", ALONE)
+    with processes.together():
+        for term in terms(core.problem, network.reading(data, processes=processes), block):
+            total = total + term(core.problem)
+        total = processes.total(total)
+    return total - 0.5 * core.problem.prior.penalty(core.theta.double())
+
+
+@dataclass(frozen=True, eq=False)
+class MaximiseBound:
+    """A tuner that maximises ``evidence_bound`` by gradient steps on single blocks of data.
+
+    A block's term times the number of blocks is an unbiased estimate of the bound, whatever the sizes of the blocks,
+    and so is its gradient; nothing is summed over all data. The smaller the blocks, the looser the bound, and the
+    more its optimal precisions exceed those of the evidence.
+
+    Cost of a step: the layer-wise Jacobian of one block and a Cholesky factor of size block times C.
+
+    Args:
+        data: The training data; None takes those of ``fit``.
+        block: The largest number of data in a block; batches are not joined.
+        steps: The number of Adam steps.
+        rate: The first learning rate of Adam; it falls linearly to zero.
+        noise: Whether to learn the noise too, if the likelihood has one for all outputs.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, there are no data or no evidence.
+        DivergedError: When called, if the last precision is out of range or the bound is not finite.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> tuner = lw.tuners.MaximiseBound(block=10, steps=20)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", tuner=tuner)
+    >>> len(posterior.trace.steps)
+    20
+    """
+
+    data: Iterable[Any] | Data | None = None
+    block: int = 32
+    steps: int = 300
+    rate: float = 0.1
+    noise: bool = False
+
+    def __post_init__(self) -> None:
+        require(self, data=DATA | NONE)
+        require_integer("block", self.block)
+        require_integer("steps", self.steps)
+        POSITIVE.check("rate", self.rate)
+        FLAG.check("noise", self.noise)
+
+    def with_data(self, data: Data) -> MaximiseBound:
+        """Return the tuner with these data, or unchanged if it has data."""
+        return self if self.data is not None else replace(self, data=data)
+
+    def __call__(self, posterior: Any) -> Any:
+        """Return the posterior after the last step."""
+        data = required_data("MaximiseBound", self.data, posterior.problem.network)
+        search = Search.of(posterior, self.noise, "MaximiseBound", "estimate of the bound from one block")
+        if search.noise and posterior.noise.ndim:
+            raise UnsupportedError(
+                "MaximiseBound(noise=True) learns one noise for all outputs, and this likelihood has one for each; "
+                "use MaximiseEvidence, or Gaussian() with a single noise."
+            )
+        n_blocks, processes = sum(1 for _ in terms(posterior.problem, data, self.block, "counting")), data.processes
+        if not any(processes.each(n_blocks)):
+            raise DataError("the data have no blocks; expected at least one datum.")
+        x = search.start.requires_grad_()
+        optimiser = torch.optim.Adam([x], lr=self.rate)
+        theta = posterior.theta.double()
+        endless = chain.from_iterable(terms(posterior.problem, data, self.block) for _ in count())
+        blocks = islice(endless, self.steps) if n_blocks else repeat(_no_term, self.steps)  # a part may be empty
+        for number, term in enumerate(blocks):
+            for group in optimiser.param_groups:
+                group["lr"] = self.rate * (1 - number / self.steps)
+            with torch.inference_mode(False), torch.enable_grad():
+                own = n_blocks * term(search.at(*processes.entering(x)).problem)  # each process adds one of its blocks
+                value = processes.total(own) - 0.5 * search.at(x).problem.prior.penalty(theta)
+                search.record(x, float(value.detach()))
+                optimiser.zero_grad()
+                (-value / posterior.problem.network.selection.size).backward()
+                optimiser.step()
+        search.refuse_runaway()
+        return search.finished(x)

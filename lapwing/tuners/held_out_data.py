@@ -1,0 +1,392 @@
+r"""Held-out data: the outputs there, offsets of the logits that they show, and rows that are training data too.
+
+Offsets of the logits, learned from held-out data: the bias of class probabilities, which no temperature can change.
+
+A network that was trained with class weights, on resampled data, or for data with other frequencies of the classes has
+logits that are off by about the same numbers for all inputs. Given outputs f, probabilities are those of the logits
+
+$$ \eta = f / T + o + b, \qquad b \sim N(0, \tau^2 I), \qquad \log T \sim N(0, \tfrac14) $$
+
+with o the likelihood's own offset. A candidate τ has the evidence of the held-out targets by Laplace's method around
+the most probable (b, log T); "no offset" is a candidate too. The offset that is used is the mean of the most probable
+b of all τ, weighted by evidence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Batch, check_finite
+from lapwing.data.known_rows import KnownRows
+from lapwing.data.processes import Processes
+from lapwing.likelihoods.base import Likelihood, spread
+from lapwing.networks.network import Network
+from lapwing.problem import named_targets
+from lapwing.runtime.threads import warn_caller
+from lapwing.runtime.trace import Trace
+from lapwing.tuners.base import HoldsOut, Tuner
+
+NUMBERS = 2**23  # outputs that are looked at, at most
+LEAST_NOISE = 1e-12  # of a variance, relative to the largest
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutputs:
+    """Outputs of the network on held-out data with their targets, on the CPU in float64, one row for each datum."""
+
+    f: Tensor  # (n, C)
+    y: Tensor  # (n, C): numbers; probabilities of classes, or labels; zero where the target is unknown
+    counts: Tensor  # (n, C): how often the target counts, zero if it is unknown
+    exclusive: bool  # whether the outputs are classes, of which one is right
+
+    @classmethod
+    def of(cls, network: Network, likelihood: Likelihood, data: Data, limit: int | None = None) -> HeldOutputs:
+        """Return them by one forward pass, of the first data if there is a limit or all would take too much memory."""
+        exclusive = likelihood.ignores_common_shift
+        rows: list[Tensor] = []
+        most = max(1, NUMBERS // network.output_shape[-1])
+        most = -(-(most if limit is None else min(limit, most)) // data.processes.size)
+        for whole in data.batches(f"outputs for {data.name}", weighted=True):
+            batch = _first(network, whole, most - sum(map(len, rows)))
+            y = named_targets(network, likelihood, batch, data.name)
+            f = network(batch.inputs).double()
+            check_finite(f, "outputs of the network")
+            ignored = likelihood.ignored(y)
+            counts = (~ignored).double()
+            counts = counts if batch.weights is None else counts * spread(batch.weights, counts)
+            if exclusive and y.is_floating_point():
+                counts = counts.amax(-1, keepdim=True)
+            elif exclusive:
+                classes, counts = y.masked_fill(ignored, 0).unsqueeze(-1), counts.unsqueeze(-1)
+                y = torch.zeros_like(f).scatter(-1, classes, 1.0)
+            else:
+                y = y.masked_fill(ignored, 0)
+            parts = [part.flatten(0, -2) for part in (f, y.double(), counts.expand(f.shape))]
+            known = ~ignored.reshape(len(parts[0]), -1).all(1)
+            rows.append(torch.stack(parts, 1)[known].cpu())
+            if sum(map(len, rows)) >= most:
+                break
+        everywhere = data.processes.gather(torch.cat(rows)[:most] if rows else None)
+        assert everywhere is not None
+        f, y, counts = everywhere.unbind(1)
+        return cls(f, y, counts, exclusive)
+
+    def without(self, rows: Tensor) -> HeldOutputs:
+        """Return the others than these rows, given as a mask."""
+        return HeldOutputs(self.f[~rows], self.y[~rows], self.counts[~rows], self.exclusive)
+
+    @property
+    def variance(self) -> Tensor:
+        """The mean squared residual of each output, (C,)."""
+        squares = (self.counts * (self.f - self.y).square()).sum(0) / self.counts.sum(0).clamp_min(LEAST_NOISE)
+        return squares.clamp_min(LEAST_NOISE * squares.max())
+
+
+def _first(network: Network, batch: Batch, count: int) -> Batch:
+    """Return the batch with at most so many samples."""
+    if batch.n_samples <= count:
+        return batch
+    rows = slice(0, count)
+    return Batch(network.take(batch.inputs, rows), batch.targets[rows], batch.key, batch.weights_of(rows))
+
+
+def refitted_noise(held: HeldOutputs, likelihood: Likelihood, folds: int) -> Tensor:
+    """Return the log-density of each datum under normal noise of the variance of the other folds, (n,).
+
+    Where the ratios of the outputs' noises are fixed, their common scale is refitted.
+    """
+    scores = torch.empty(len(held.f), dtype=torch.float64)
+    number = torch.arange(len(scores)) % folds
+    for k in range(folds):
+        inside, others = number == k, held.without(number == k)
+        noise = fitted_noise(others, likelihood) if len(others.f) else _noise_of(likelihood, held)
+        gaps = (held.f - held.y)[inside].square() / noise
+        scores[inside] = -0.5 * (gaps + noise.log() + math.log(2 * math.pi)).sum(1)
+    return scores
+
+
+def fitted_noise(held: HeldOutputs, likelihood: Likelihood) -> Tensor:
+    """Return the noise variance of each output, (C,), that makes the held-out targets most likely."""
+    variance, noise = held.variance, _noise_of(likelihood, held)
+    return variance if likelihood.learns_ratios else noise * (variance / noise).mean()
+
+
+def _noise_of(likelihood: Likelihood, held: HeldOutputs) -> Tensor:
+    """Return the noise variance of each output as it is, (C,)."""
+    noise = likelihood.noise_variance
+    assert noise is not None
+    return noise.detach().to(held.f).expand(held.f.shape[1])
+
+
+WIDTHS = (0.3, 1.0, 3.0)  # candidates for the standard deviation of offsets
+NO_OFFSET = 0.7  # prior probability of no offset; an offset is used if the data make it no less probable than before
+CERTAIN = 0.99  # probability of an offset from which nothing without one is kept
+ROWS = 10  # of a class, below which it has no offset of its own
+HEAT = 0.5  # standard deviation of log T
+DENSE = 256  # offsets above which the Hessian is taken for diagonal
+ERRORS, GAP, ODDS = 4.0, 0.02, 1.25  # a bias: standard errors, difference, and factor of the odds, at least
+EARLY = 0.35  # temperature of a network that is hardly trained, which is not judged
+KNOWN = 0.9  # of the loss of a network that knows only how often classes occur: one with more is not judged
+LEAST = 1e-9  # a probability, or its standard error
+STEPS, DECREASE = 50, 1e-6  # of Newton's method, and of the energy in nats, at which it ends
+
+
+@dataclass(frozen=True, eq=False)
+class Offset:
+    """An offset of the logits, and how probable it is that there is one."""
+
+    values: Tensor  # (C,)
+    log_odds: float  # log p(offset | data) - log p(none | data), for the plain network
+    gain: float  # by how much the best log-likelihood with these values is above the best without
+
+    @property
+    def log_prior(self) -> float:
+        """The logarithm of how much more probable a cell with the offset is than one without, before the data."""
+        return self.log_odds - self.gain
+
+    @property
+    def probability(self) -> float:
+        """The probability that the logits have an offset."""
+        return 1 / (1 + math.exp(-min(500.0, max(-500.0, self.log_odds))))
+
+
+def learned_offset(held: HeldOutputs, likelihood: Likelihood, widths: Sequence[float]) -> Offset | None:
+    """Return the offset of the logits after these data; None if there is probably none, or too few data of a class."""
+    temperature, start = likelihood.link_temperature, likelihood.logit_offset
+    assert temperature is not None
+    logits = _Logits(held, held.f / temperature, start)
+    directions = logits.directions()
+    if not directions.shape[1] or not widths:
+        return None
+    plain = logits.most_probable(directions[:, :0], 1.0)
+    fits = [logits.most_probable(directions, width) for width in widths]
+    evidences = torch.tensor([fit.log_evidence for fit in fits], dtype=torch.float64)
+    values = sum(w * fit.offset for w, fit in zip(evidences.softmax(0).tolist(), fits, strict=True))
+    assert isinstance(values, Tensor)
+    prior = math.log((1 - NO_OFFSET) / NO_OFFSET / len(widths))
+    best = max(logits.log_likelihood(values, fit.heat) for fit in fits)
+    log_odds = prior + float(evidences.logsumexp(0)) - plain.log_evidence
+    offset = Offset(values, log_odds, best - logits.log_likelihood(torch.zeros_like(values), plain.heat))
+    return offset if offset.probability >= 1 - NO_OFFSET else None
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A class, or a label, whose mean probability differs from how often it occurs."""
+
+    output: int
+    mean: float
+    frequency: float
+
+
+def biases(held: HeldOutputs, likelihood: Likelihood) -> tuple[Bias, ...]:
+    """Return the classes of which the network predicts clearly too many or too few, the most biased first.
+
+    Training without weights on data as they are leaves hardly any bias on the training data. A network that was
+    stopped early has some, which goes away with the best temperature; so only a bias that is there with and without it
+    counts. A network that knows little more than frequencies, even after a correction, or that is hardly trained, is
+    not judged.
+    """
+    temperature = likelihood.link_temperature
+    assert temperature is not None
+    logits = _Logits(held, held.f / temperature, likelihood.logit_offset)
+    directions, none = logits.directions(), torch.zeros(held.f.shape[1], dtype=torch.float64)
+    count = held.counts.sum(0)
+    if not directions.shape[1] or not bool((count > 0).all()):
+        return ()
+    heat = logits.most_probable(directions[:, :0], 1.0).heat
+    if heat < math.log(EARLY):
+        return ()
+    frequency = (held.counts * held.y).sum(0) / count
+    gaps, clear = none, torch.ones_like(none, dtype=torch.bool)
+    for each in (0.0, heat):
+        p = logits.probabilities(none, each)
+        mean, error = (held.counts * p).sum(0) / count, (held.counts * p * (1 - p)).sum(0).sqrt() / count
+        odds = torch.logit(mean, LEAST) - torch.logit(frequency, LEAST)
+        same = (gaps == 0) | (gaps.sign() == odds.sign())
+        gaps = odds if each == 0 else gaps
+        wide = ((mean - frequency).abs() > error.clamp_min(LEAST) * ERRORS) & ((mean - frequency).abs() > GAP)
+        clear &= wide & same & (odds.abs() > math.log(ODDS))
+    if not bool(clear.any()):
+        return ()
+    best = logits.most_probable(directions, max(WIDTHS))
+    known = logits.log_likelihood(best.offset, best.heat)
+    guess = torch.logit(frequency, LEAST) if not held.exclusive else frequency.clamp_min(LEAST).log()
+    if known < KNOWN * _Logits(held, torch.zeros_like(held.f), None).log_likelihood(guess, 0.0):
+        return ()
+    mean = (held.counts * logits.probabilities(none, 0.0)).sum(0) / count
+    order = [i for i in gaps.abs().argsort(descending=True).tolist() if bool(clear[i])]
+    return tuple(Bias(i, float(mean[i]), float(frequency[i])) for i in order)
+
+
+@dataclass(frozen=True, eq=False)
+class _Fit:
+    offset: Tensor  # (C,)
+    heat: float  # log T
+    log_evidence: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Logits:
+    """The likelihood of held-out targets under the logits f / T + offset."""
+
+    held: HeldOutputs
+    scaled: Tensor  # f over the likelihood's own temperature, (n, C)
+    start: Tensor | None  # the likelihood's own offset
+
+    def at(self, offset: Tensor, heat: float) -> Tensor:
+        """Return the logits, (n, C)."""
+        moved = self.scaled * math.exp(-heat) + offset
+        return moved if self.start is None else moved + self.start.to(moved)
+
+    def directions(self) -> Tensor:
+        """Return an orthonormal basis (C, K) of the offsets that there are data for: of sums of zero for classes."""
+        count = self.held.f.shape[1]
+        seen = (self.held.counts * self.held.y).sum(0)
+        logits = self.at(torch.zeros(count, dtype=torch.float64), 0.0)
+        if self.held.exclusive:
+            expected = (self.held.counts * logits.softmax(-1)).sum(0)
+            enough = (torch.maximum(seen, expected) if count == 2 else seen) >= ROWS
+        else:
+            rows, expected = self.held.counts.sum(0), (self.held.counts * logits.sigmoid()).sum(0)
+            enough = torch.minimum(torch.maximum(seen, expected), torch.maximum(rows - seen, rows - expected)) >= ROWS
+        at = enough.nonzero()[:, 0]
+        own = torch.zeros(count, len(at), dtype=torch.float64)
+        own[at, torch.arange(len(at))] = 1.0
+        if not self.held.exclusive:
+            return own
+        free = max(0, own.shape[1] - 1)
+        sums = torch.eye(free + 1, dtype=torch.float64) - 1 / (free + 1)
+        return own @ torch.linalg.qr(sums[:, :free])[0] if free else own[:, :0]
+
+    def probabilities(self, offset: Tensor, heat: float) -> Tensor:
+        """Return the probabilities of the classes, or of the labels, (n, C)."""
+        logits = self.at(offset, heat)
+        return logits.softmax(-1) if self.held.exclusive else logits.sigmoid()
+
+    def log_likelihood(self, offset: Tensor, heat: float) -> float:
+        logits, y = self.at(offset, heat), self.held.y
+        each = y * logits.log_softmax(-1) if self.held.exclusive else y * logits - torch.nn.functional.softplus(logits)
+        return float((self.held.counts * each).sum())
+
+    def most_probable(self, directions: Tensor, width: float) -> _Fit:
+        """Return the most probable offset along these directions (C, K) and log T, with their evidence."""
+        z, heat = torch.zeros(directions.shape[1], dtype=torch.float64), 0.0
+        energy = lambda z, heat: (
+            0.5 * float((z / width).square().sum())
+            + 0.5 * (heat / HEAT) ** 2
+            - self.log_likelihood(directions @ z, heat)
+        )
+        now = energy(z, heat)
+        for _ in range(STEPS):
+            slope, solve, logdet = self._newton(directions, z, heat, width)
+            step = solve(slope)
+            decrease, length = float(slope @ step), 1.0
+            if decrease < DECREASE:
+                break
+            while length > DECREASE:
+                there = z - length * step[:-1], heat - length * float(step[-1])
+                then = energy(*there)
+                if then <= now - 1e-4 * length * decrease:
+                    break
+                length /= 2
+            else:
+                break
+            (z, heat), now = there, then
+        free = len(z)
+        return _Fit(directions @ z, heat, -now - free * math.log(width) - math.log(HEAT) - 0.5 * logdet)
+
+    def _newton(
+        self, directions: Tensor, z: Tensor, heat: float, width: float
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor], float]:
+        """Return the slope of the energy in (z, log T), the inverse of its curvature as a function, and its log det.
+
+        The curvature is that of the likelihood in the logits, which is positive, without the bend of T.
+        """
+        known = self.held.counts
+        to_heat = -math.exp(-heat) * self.scaled  # the slope of the logits in log T
+        p = self.probabilities(directions @ z, heat)
+        gap = known * (p - self.held.y)
+        slope = torch.cat([directions.mT @ gap.sum(0) + z / width**2, (gap * to_heat).sum()[None] + heat / HEAT**2])
+        if self.held.exclusive:
+            centred = known * p * (to_heat - (p * to_heat).sum(-1, keepdim=True))
+        else:
+            centred = known * p * (1 - p) * to_heat
+        across = directions.mT @ centred.sum(0)
+        corner = (centred * to_heat).sum() + 1 / HEAT**2
+        own = (known * p * (1 - p)).sum(0)
+        if len(z) > DENSE:
+            return slope, *_arrow(directions.square().mT @ own + 1 / width**2, across, corner)
+        weights = (known * p).sum(0) if self.held.exclusive else own
+        block = directions.mT @ (weights.unsqueeze(1) * directions) + torch.eye(len(z), dtype=torch.float64) / width**2
+        if self.held.exclusive:
+            along = p @ directions
+            block = block - (known[:, :1] * along).mT @ along
+        upper, lower = torch.cat([block, across[:, None]], 1), torch.cat([across, corner[None]])
+        factor = torch.linalg.cholesky(torch.cat([upper, lower[None]]))
+        solve = lambda b: torch.cholesky_solve(b[:, None], factor)[:, 0]
+        return slope, solve, 2 * float(factor.diagonal().log().sum())
+
+
+def _arrow(diagonal: Tensor, across: Tensor, corner: Tensor) -> tuple[Callable[[Tensor], Tensor], float]:
+    """Return the inverse, as a function, and the log det of a diagonal matrix with one more row and column."""
+    rest = (corner - (across.square() / diagonal).sum()).clamp_min(1 / HEAT**2)
+
+    def solve(b: Tensor) -> Tensor:
+        last = (b[-1] - (across * b[:-1] / diagonal).sum()) / rest
+        return torch.cat([(b[:-1] - across * last) / diagonal, last[None]])
+
+    return solve, float(diagonal.log().sum() + rest.log())
+
+
+REMEDY = "The network knows their targets, and error bars come out too narrow. Hold data out of training."
+
+
+@dataclass(frozen=True)
+class Reused:
+    """The rows that a posterior knows, with those of its held-out data, and findings about rows that are both."""
+
+    rows: KnownRows
+    findings: tuple[str, ...] = ()
+
+
+def validated(rows: KnownRows, validation: Data) -> Reused:
+    """Return the known rows with those of the validation data; warn if some of these are training data.
+
+    Raises:
+        DataError: If all of them are.
+    """
+    return _noted(rows, validation, "validation data", refuses=True)
+
+
+def tuned_on(rows: KnownRows, tuner: Tuner | None, network: Network, processes: Processes) -> Reused:
+    """Return the known rows with the held-out data of a tuner, if it has some; warn if these are training data."""
+    if not isinstance(tuner, HoldsOut) or not tuner.holds_out:
+        return Reused(rows)
+    data = network.reading(tuner.data, "held-out data", processes=processes)
+    return _noted(rows, data, "held-out data of the tuner", refuses=False)
+
+
+def _noted(rows: KnownRows, data: Data, name: str, refuses: bool) -> Reused:
+    sketch = data.sketch()
+    remarks = tuple(rows.remarks(sketch, name, REMEDY))
+    for remark in remarks:
+        if refuses and remark.whole:
+            raise remark.refused()
+        warn_caller(remark.text)
+    return Reused(rows.with_validation(sketch), tuple(remark.text for remark in remarks))
+
+
+def with_findings(posterior: Any, findings: tuple[str, ...]) -> Any:
+    """Return the posterior with these findings after those of its trace."""
+    if not findings:
+        return posterior
+    trace = Trace("") if posterior.trace is None else posterior.trace
+    return posterior.with_trace(replace(trace, findings=(*trace.findings, *findings)))

@@ -1,0 +1,843 @@
+"""Mixtures over hyperparameters: by held-out data, or within a budget without them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Batch, Inputs, merged
+from lapwing.data.processes import ALONE, Processes
+from lapwing.errors import DataError, UnsupportedError
+from lapwing.likelihoods.base import Likelihood, spread
+from lapwing.networks.network import Network
+from lapwing.posteriors.base import HasGammas
+from lapwing.posteriors.draws import Kept, drawn_beliefs, pieces, prefers_draws
+from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior, member
+from lapwing.posteriors.weight_space import beliefs_at
+from lapwing.predictives.base import log_density
+from lapwing.problem import checked_targets, named_targets
+from lapwing.runtime.memory import fitting, runs
+from lapwing.runtime.settings import DATA, NONE, POSITIVE, POSITIVE_VALUES, Rule, require, require_integer
+from lapwing.runtime.threads import warn_caller
+from lapwing.runtime.trace import Trace
+from lapwing.tuners.base import required_data
+from lapwing.tuners.held_out_data import CERTAIN, WIDTHS, HeldOutputs, Offset, biases, learned_offset, refitted_noise
+from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import FunctionGaussian
+
+PLAIN = 0.3  # prior probability of the network without error bars
+PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
+RATIOS = tuple(10.0 ** (k / 2) for k in range(-2, 11))  # of the precision to the evidence's, for logits and rates
+NOISE_RATIOS = tuple(10.0 ** (k / 2) for k in range(-6, 9))  # the same for Gaussian noise
+FEW_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
+SCALES = tuple(10.0**k for k in range(3, -2, -1))  # the same for methods without a precision: 1 / scale of V
+NOISES = range(-4, 12)  # quarters of decades of the noise variance, from that of the training residuals
+DECADE = 4  # quarters on both sides of the variance of the validation residuals
+FEW_POINTS = 100  # training data that are looked at, if every input takes solves over all data
+TOGETHER = 512  # rows that are scored at once: every cell has a fixed cost for a batch
+MOST = 3  # precisions that a mixture keeps
+SCORED = 4  # pairs of functions by which a precision is scored, if predictions are made from functions
+TEMPERATURES = (0.35, 0.5, 0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
+TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9))  # degrees and scale
+
+
+@dataclass(frozen=True, eq=False)
+class CellGrid:
+    """Cells with their prior probabilities.
+
+    ``rescaled`` marks the plain network with another temperature or noise: the baseline to compare with.
+    """
+
+    bases: tuple[Any, ...]
+    beliefs: tuple[Belief, ...]
+    cells: tuple[Cell, ...]
+    log_prior: Tensor  # (cells,)
+    rescaled: Tensor  # (cells,), bool
+    unchanged: int  # the number of the cell that is the plain network with its likelihood as it is
+
+    @classmethod
+    def compared(cls, bases: Sequence[Any], beliefs: Sequence[Belief], cells: Sequence[Cell]) -> CellGrid:
+        """Return cells that are only scored, without prior probabilities; the last one is the plain network."""
+        none = torch.zeros(len(cells), dtype=torch.bool)
+        return cls(tuple(bases), tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
+
+    @property
+    def scales(self) -> Tensor:
+        """The scale of every cell's covariance, (cells,)."""
+        return torch.tensor([cell.scale for cell in self.cells], dtype=torch.float64)
+
+
+def grid_of(
+    posterior: Any, ratios: Sequence[float] | None, temperatures: Sequence[float], noise: Tensor | None = None
+) -> CellGrid:
+    """Return the cells for a fitted posterior.
+
+    ``ratios`` multiply the precisions of the prior, or divide the covariance where there is no precision to change. An
+    empty sequence keeps the posterior as it is; the plain network then has no prior probability, but is scored.
+    ``noise`` is the variance of the validation residuals of each output, (C,): noise variances are tried around it
+    and around that of the training residuals.
+    """
+    likelihood = posterior.problem.likelihood
+    learns_noise = likelihood.has_tails and likelihood.learns_dispersion
+    beliefs, spreads = _spreads(posterior, ratios, learns_noise)
+    plain_mass = 0.0 if ratios is not None and not len(ratios) else PLAIN_NOISE if learns_noise else PLAIN
+    bases, beliefs, plain = with_plain(posterior, beliefs)
+    cells: list[Cell] = []
+    mass: list[float] = []
+    variants = _variants(likelihood, temperatures, learns_noise, noise)
+    for number, scale in [*spreads, (plain, 0.0)]:
+        for variant, share in variants:
+            wider = float(variant.dispersion / likelihood.dispersion) if learns_noise else 1.0
+            cells.append(Cell(number, variant, scale * wider))
+            mass.append(share * (plain_mass if scale == 0 else (1 - plain_mass) / len(spreads)))
+    rescaled = torch.tensor([cell.scale == 0 for cell in cells])
+    unchanged = next(i for i, cell in enumerate(cells) if cell.scale == 0 and _same_link(cell.likelihood, likelihood))
+    log_prior = torch.tensor(mass, dtype=torch.float64).log()
+    return CellGrid(bases, tuple(beliefs), tuple(cells), log_prior, rescaled, unchanged)
+
+
+def with_plain(posterior: Any, beliefs: Sequence[Belief]) -> tuple[tuple[Any, ...], list[Belief], int]:
+    """Return bases, beliefs, and the number of the belief whose mean is the output of the network."""
+    plain = posterior.plain()
+    if plain is posterior:
+        return (posterior,), [*beliefs], 0
+    return (posterior, plain), [*beliefs, Belief(1)], len(beliefs)
+
+
+def _same_link(one: Likelihood, other: Likelihood) -> bool:
+    """Return whether two likelihoods have the same link temperature and noise."""
+    pairs = [(one.dispersion, other.dispersion)]
+    if one.ratios is not None and other.ratios is not None:
+        pairs.append((one.ratios, other.ratios))
+    same = all(bool(torch.isclose(a, b, rtol=1e-6, atol=0.0).all()) for a, b in pairs)
+    return one.link_temperature == other.link_temperature and same
+
+
+def _spreads(
+    posterior: Any, ratios: Sequence[float] | None, noise: bool
+) -> tuple[list[Belief], list[tuple[int, float]]]:
+    """Return the beliefs, and (belief, scale) of every spread of f."""
+    if ratios is not None and not len(ratios):
+        return [Belief(0)], [(0, 1.0)]
+    if not posterior.has_spread:
+        return [Belief(0)], []
+    if ratios is None and posterior.linearised:
+        ratios = (
+            FEW_RATIOS if posterior.is_sampled or posterior.solves_for_inputs else NOISE_RATIOS if noise else RATIOS
+        )
+    return varied(posterior, SCALES if ratios is None else ratios)
+
+
+def varied(posterior: Any, ratios: Sequence[float]) -> tuple[list[Belief], list[tuple[int, float]]]:
+    """Return beliefs and (belief, scale) of every ratio of the precision: one over the scale of the covariance."""
+    if not posterior.linearised:
+        return [Belief(0)], [(0, 1 / ratio) for ratio in ratios]
+    values = posterior.problem.prior.values.detach()
+    return [Belief(0, values * ratio) for ratio in ratios], [(i, 1.0) for i in range(len(ratios))]
+
+
+def _variants(
+    likelihood: Any, temperatures: Sequence[float], learns_noise: bool, noise: Tensor | None
+) -> list[tuple[Likelihood, float]]:
+    """Return the likelihoods of the cells with their prior probabilities."""
+    if likelihood.link_temperature is not None:
+        logs = torch.tensor(temperatures, dtype=torch.float64).log()
+        mass = (-0.5 * (logs / 0.5).square()).softmax(0).tolist()
+        start = likelihood.link_temperature
+        return [(likelihood.with_link_temperature(start * t), m) for t, m in zip(temperatures, mass, strict=True)]
+    if not learns_noise:
+        return [(likelihood, 1.0)]
+    tried = _noises(likelihood, noise)
+    return [(each, 1 / len(tried)) for each in tried]
+
+
+def _noises(likelihood: Any, held_out: Tensor | None) -> list[Likelihood]:
+    """Return likelihoods with noises around that of the training residuals, and around the held-out ones (C,).
+
+    Both lie on one grid, unless each output has a noise to itself: held-out residuals then have ratios of their own.
+    A network that fits its training targets far better than others has a gap between the two parts.
+    """
+    phi, around = likelihood.dispersion, set(NOISES)
+    times = lambda quarters: [likelihood.with_dispersion(phi * 10.0 ** (k / 4)) for k in sorted(quarters)]
+    if held_out is None:
+        return times(around)
+    held_out = held_out.to(phi)
+    near = range(-DECADE, DECADE + 1)
+    if likelihood.learns_ratios and len(held_out) > 1:
+        middle = held_out.log().mean().exp()
+        other = likelihood.with_noise(held_out / middle)
+        return [*times(around), *(other.with_dispersion(middle * 10.0 ** (k / 4)) for k in near)]
+    centre = 4 * math.log10(float((held_out / likelihood.noise_variance).mean()))
+    return times(around | set(range(math.floor(centre) - DECADE, math.ceil(centre) + DECADE + 1)))
+
+
+def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
+    """Return the grid with Student tails on the cells with the largest posterior weight.
+
+    A cell with tails shares the prior probability of its cell without.
+    """
+    order = (grid.log_prior + total).argsort(descending=True)[:best].tolist()
+    cells, log_prior = list(grid.cells), grid.log_prior.tolist()
+    share = -math.log(1 + len(TAILS))
+    for i in order:
+        cell = grid.cells[i]
+        for degrees, scale in TAILS:
+            cells.append(Cell(cell.belief, cell.likelihood.with_tails(degrees, scale), cell.scale))
+            log_prior.append(log_prior[i] + share)
+        log_prior[i] += share
+    prior = torch.tensor(log_prior, dtype=torch.float64)
+    rescaled = torch.cat([grid.rescaled, torch.zeros(len(cells) - len(grid.cells), dtype=torch.bool)])
+    return CellGrid(grid.bases, grid.beliefs, tuple(cells), prior, rescaled, grid.unchanged)
+
+
+def with_offset(grid: CellGrid, offset: Offset) -> CellGrid:
+    """Return the grid with every cell a second time, with an offset of the logits.
+
+    If the offset is certain, the cells without have no weight, and stay only where they are compared with.
+    """
+    moved = [replace(cell, likelihood=cell.likelihood.with_more_offset(offset.values)) for cell in grid.cells]
+    prior, first = grid.log_prior, torch.ones_like(grid.rescaled)
+    if offset.probability > CERTAIN:
+        prior, first = torch.full_like(prior, -math.inf), grid.rescaled
+    stay = first.nonzero()[:, 0].tolist()
+    return replace(
+        grid,
+        cells=(*(grid.cells[i] for i in stay), *moved),
+        log_prior=torch.cat([prior[first], grid.log_prior + offset.log_prior]),
+        rescaled=torch.cat([grid.rescaled[first], torch.zeros_like(grid.rescaled)]),
+        unchanged=stay.index(grid.unchanged),
+    )
+
+
+def thinned(grid: CellGrid, scores: Tensor, counts: Tensor | None = None) -> CellGrid:
+    """Return the grid with at most ``MOST`` precisions of weight: every second one, or fewer, around the best.
+
+    Few validation data leave many neighbouring precisions plausible. Their predictions differ little, and each costs
+    a product with the Jacobian at every prediction.
+    """
+    weights = mixture_weights(grid.log_prior, scores, counts)
+    number = torch.tensor([cell.belief for cell in grid.cells])
+    spread = grid.scales > 0
+    shares = torch.zeros(len(grid.beliefs), dtype=torch.float64).index_add(0, number, weights * spread)
+    step = -(-int((shares >= RARE).sum()) // MOST)
+    if step <= 1:
+        return grid
+    kept = spread & ((number - int(shares.argmax())) % step == 0)
+    # The precisions that are kept take the weight of all, so that the plain network gains none.
+    gain = torch.where(kept, (weights[spread].sum() / weights[kept].sum()).log(), 0.0)
+    return replace(grid, log_prior=(grid.log_prior + gain).masked_fill(spread & ~kept, -math.inf))
+
+
+def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
+    """Return log p(y | x, cell) of every datum and cell, (n, cells) in float64; see ``counted_scores``."""
+    return counted_scores(grid, data, limit)[0]
+
+
+def counted_scores(grid: CellGrid, data: Data, limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return log p(y | x, cell) of every datum and cell, (n, cells), and how often each counts, (n,), in float64.
+
+    A datum counts once, or as often as its weight says. One pass over the data for all cells; ``limit`` ends it after
+    so many data, of which each process takes its share. Data whose target is ignored are left out.
+    """
+    if limit is not None and grid.bases[0].solves_for_inputs:
+        limit = min(limit, FEW_POINTS)
+    limit = None if limit is None else -(-limit // data.processes.size)
+    rows: list[Tensor] = []
+    count = 0
+    members = [member(grid.bases, belief) for belief in grid.beliefs]
+    for each in () if data.processes.alone else members:
+        each.prepare()  # not at the first batch: a process may have none
+    network, likelihood = grid.bases[0].problem.network, grid.bases[0].problem.likelihood
+    wide = [members[i] for i in {cell.belief for cell in grid.cells if cell.scale > 0}]
+    kept = Kept()
+    with torch.no_grad():
+        for batch in merged(_limited(data, limit, network, likelihood), TOGETHER):
+            y = named_targets(network, likelihood, batch, data.name)
+            numbers = drawn_numbers(members, wide, likelihood, batch.inputs)
+            parts = _beliefs(members, batch.inputs, numbers, kept)
+            each = torch.cat([_cell_scores(grid, beliefs, y[part]) for part, beliefs in parts]).double()
+            counts = each.new_ones(len(y)) if batch.weights is None else batch.weights
+            each = torch.cat([each, counts.repeat_interleave(len(each) // len(y)).unsqueeze(1)], 1)
+            rows.append(each[~likelihood.ignored(y).reshape(len(each), -1).all(1)])
+            count += len(rows[-1])
+            del each
+    if not sum(data.processes.each(count)):
+        raise DataError(f"{data.name}: every target is ignored; expected at least one that is not.")
+    scores = data.processes.gather(torch.cat(rows)[:limit] if rows else None)
+    rows.clear()
+    assert scores is not None
+    if not all(map(math.isfinite, torch.aminmax(scores))):  # NaN if a score is; without a copy of the scores
+        raise DataError(
+            f"{data.name}: {int((~torch.isfinite(scores)).sum())} of {scores.numel()} log-likelihoods are not finite; "
+            "expected finite ones. Check the targets, and the network for overflow."
+        )
+    scores = scores.cpu()
+    return scores[:, :-1], scores[:, -1]
+
+
+def drawn_numbers(members: Sequence[Any], wide: Sequence[Any], likelihood: Likelihood, x: Inputs) -> list[range]:
+    """Return the numbers of the pairs of functions that score each member at x; none where variances do.
+
+    ``wide`` are the members of which draws are needed. All use the same numbers: what differs between them is not the
+    luck of their draws.
+    """
+    if not prefers_draws(wide, members[0].problem.network, likelihood, x):
+        return []
+    return [range(min(SCORED, each.n_stored() or SCORED)) if each in wide else range(0) for each in members]
+
+
+def _beliefs(
+    members: Sequence[Any], x: Inputs, numbers: Sequence[range], kept: Kept
+) -> Iterator[tuple[slice, Iterable[FunctionGaussian | FunctionSamples]]]:
+    """Yield rows of a batch, and the belief of every member about them: from functions if there are numbers."""
+    network = members[0].problem.network
+    if not numbers:
+        shape, count = network.for_inputs(x).output_shape, network.count(x)
+        covariance = torch.Size(shape).numel() * shape[-1] * torch.finfo(network.dtype).bits // 8
+        for rows in runs(count, 4 * (len(members) + 1) * covariance, network.device):
+            yield rows, beliefs_at(members, x if rows == slice(0, count) else network.take(x, rows))
+        return
+    for rows, part in pieces(network, x, max(map(len, numbers))):
+        yield rows, drawn_beliefs(members, part, numbers, kept)
+
+
+def _cell_scores(grid: CellGrid, beliefs: Iterable[FunctionGaussian | FunctionSamples], y: Tensor) -> Tensor:
+    """Return log p(y | x, cell) of every datum and cell, (n, cells), with one belief in memory at a time."""
+    likelihood = grid.bases[0].problem.likelihood
+    columns: dict[int, Tensor] = {}
+    for number, belief in enumerate(beliefs):
+        for i, cell in enumerate(grid.cells):
+            if cell.belief == number:
+                columns[i] = likelihood.known_log_prob(cell.predict(belief), y).flatten()
+    return torch.stack([columns[i] for i in range(len(grid.cells))], 1)
+
+
+def _limited(data: Data, limit: int | None, network: Network, likelihood: Likelihood) -> Iterator[Batch]:
+    """Yield batches until ``limit`` data have passed; a batch of tokens without the samples beyond, which are many."""
+    count = 0
+    for batch in data.batches("validation data" if limit is None else "training data", weighted=True):
+        if limit is not None and len(network.output_shape) == 2:
+            y = named_targets(network, likelihood, batch, data.name)
+            known = (~likelihood.ignored(y)).reshape(*y.shape[:2], -1).any(-1).sum(1).cumsum(0)
+            needed = int((known < limit - count).sum()) + 1
+            count += int(known[-1])
+            rows = slice(0, needed)
+            if needed < len(y):
+                inputs = network.take(batch.inputs, rows)
+                batch = Batch(inputs, batch.targets[rows], weights=batch.weights_of(rows))
+            yield batch
+        else:
+            count += batch.n_samples
+            yield batch
+        if limit is not None and count >= limit:
+            return
+
+
+def mixture_weights(log_prior: Tensor, scores: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Return the posterior probabilities of the cells after these data, (cells,), each counted so often, (n,)."""
+    return (log_prior + (scores.sum(0) if counts is None else counts @ scores)).softmax(0)
+
+
+def mean_score(scores: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean of scores (n, ...) over the data, each counted so often, (n,)."""
+    return torch.tensordot(counts, scores, 1) / counts.sum()
+
+
+POINTS = 700  # training data that are looked at
+ROW = 128  # bytes of an output of a datum while biases are looked for
+CLEARLY_WORSE = 0.05  # nats for each datum, beyond what the effective number of parameters explains
+
+
+def judged(posterior: Any, data: Data) -> Any:
+    """Return the posterior with the training NLL of the plain network and of itself in its trace; warn if it is worse.
+
+    A posterior that knows γ of its weights from n data is expected to lose about ½ log(1 + γ/n) nats of training
+    likelihood for each datum against the network that was fitted to them; more than that is harm. Cost: a pass over
+    at most 700 training data.
+    """
+    likelihood = posterior.problem.likelihood
+    cells = (Cell(0, likelihood), Cell(0, likelihood, 0.0))
+    grid = CellGrid.compared((posterior,), (Belief(0),), cells)
+    own, plain = (-mean_score(*counted_scores(grid, data, POINTS))).tolist()
+    trace = posterior.trace or Trace("no tuner", "training NLL")
+    if own - plain > CLEARLY_WORSE + _explained(posterior):
+        message = (
+            f"{trace.tuner} makes the likelihood of the training targets worse than that of the plain network: NLL "
+            f"{own:.3g} in the place of {plain:.3g} for each datum. Such error bars are too wide. Give validation "
+            "data, fit(..., validation=data), or leave out the tuner."
+        )
+        warn_caller(message)
+        trace = replace(trace, findings=(*trace.findings, message))
+    scores = {"plain network": plain, "this posterior": own}
+    return posterior.with_trace(replace(trace, scores=scores, scored_on="training"))
+
+
+def with_bias_noticed(posterior: Any, data: Data) -> Any:
+    """Return the posterior with a remark, and warn, if the network predicts clearly too many or too few of a class.
+
+    Cost: a forward pass over at most 700 training data, or as many as fit into the memory of a call.
+    """
+    network, likelihood = posterior.problem.network, posterior.problem.likelihood
+    if not likelihood.takes_offset:
+        return posterior
+    points = fitting(POINTS, ROW * network.output_shape[-1], torch.device("cpu"), 0.5)
+    found = biases(HeldOutputs.of(network, likelihood, data, points), likelihood)
+    if not found:
+        return posterior
+    what, weights = ("class", "class_weights") if likelihood.ignores_common_shift else ("label", "pos_weight")
+    message = (
+        f"the network gives {what} {found[0].output} a mean probability of {found[0].mean:.3g} on training data where "
+        f"its share is {found[0].frequency:.3g}: it was probably trained with weights of the classes, or on resampled "
+        f"data. Give validation data, fit(..., validation=data), or the weights, "
+        f"{type(likelihood).__name__}({weights}=...); either corrects the probabilities."
+    )
+    warn_caller(message)
+    trace = posterior.trace or Trace("")
+    return posterior.with_trace(replace(trace, findings=(*trace.findings, message)))
+
+
+def _explained(posterior: Any) -> float:
+    """Return the loss of training likelihood for each datum that the effective number of parameters explains."""
+    count = max(1, posterior.statistics.data)
+    gamma = float(posterior.gammas().sum()) if isinstance(posterior, HasGammas) else count
+    return 0.5 * math.log1p(min(gamma, count) / count)
+
+
+FOLDS = 5
+CLEARLY = 1e-3  # nats that count as a difference
+TAILED = 0.9  # weight of the heaviest tails from which it is worth a remark
+EDGE = 0.1  # weight of the first or last value of a grid from which it is worth a remark
+
+
+@dataclass(frozen=True, eq=False)
+class Integrate:
+    """A tuner that integrates over the prior's precision and the link, by the likelihood of validation data.
+
+    The result is a mixture. Its cells are precisions, multiples of the one that the posterior has, each with softmax
+    temperatures (classification) or noise variances and Student tails (Gaussian regression), and the network without
+    error bars. A cell's weight is its prior probability times the likelihood of the validation data. With few data
+    the mixture keeps what is plausible; with many it is close to the best cell. ``posterior.trace`` compares the
+    result with the plain network and with temperature scaling (or refitted noise), cross-validated over the
+    validation data.
+
+    For classes and labels every cell also comes with an offset of the logits, which corrects the bias of a network
+    that was trained with class weights, or on data with other frequencies of the classes. It is learned on the
+    validation data, for classes with ten of them or more.
+
+    Methods whose prior cannot change without the data (SWAG, MCDropout, Ensemble, FMGP, HFL without linearisation)
+    are given scales of their covariance in place of precisions.
+
+    Cost: a forward pass over the validation data, and one whose Jacobians serve all cells; two of these for Gaussian
+    noise, and where an offset has weight.
+
+    Args:
+        data: Validation data in the form that ``fit`` takes: not used in training, 200 or more if possible.
+        ratios: Multiples of the present precision; by default half-decades from 0.1 to 1e5 (1e-3 to 1e4 for Gaussian
+            noise). An empty tuple keeps the prior, and varies temperature or noise only.
+        temperatures: Softmax temperatures to try, in rising order.
+        offsets: Standard deviations of the normal distribution that offsets of the logits may come from; an empty
+            tuple tries no offsets.
+
+    Raises:
+        UnsupportedError: If a setting is out of range.
+        DataError: When called, if the data are empty, or a log-likelihood is not finite.
+
+    >>> import lapwing as lw
+    >>> _ = torch.manual_seed(0)
+    >>> x = torch.randn(60, 1)
+    >>> y = x.sin() + 0.1 * torch.randn(60, 1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), (x[:40], y[:40]), "regression", prior=1.0)
+    >>> mixture = posterior.tuned(lw.tuners.Integrate((x[40:], y[40:])))
+    >>> mixture.predict(x[:2]).std.shape
+    torch.Size([2, 1])
+    """
+
+    data: Iterable[Any] | Data
+    ratios: Sequence[float] | None = None
+    temperatures: Sequence[float] = TEMPERATURES
+    offsets: Sequence[float] = WIDTHS
+
+    follows_evidence: ClassVar[bool] = True
+    holds_out: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        none = Rule("an empty tuple", lambda v: isinstance(v, tuple | list) and not v)
+        ratios = POSITIVE_VALUES | none | NONE
+        require(self, data=DATA, ratios=ratios, temperatures=POSITIVE_VALUES, offsets=POSITIVE_VALUES | none)
+
+    def __call__(self, posterior: Any) -> MixturePosterior:
+        """Return the mixture."""
+        base = posterior.base
+        network, likelihood = base.problem.network, base.problem.likelihood
+        data = network.reading(self.data, "validation")
+        learns_noise = likelihood.has_tails and likelihood.learns_dispersion
+        held, offset = None, None
+        if learns_noise or (self.offsets and likelihood.takes_offset):
+            held = HeldOutputs.of(network, likelihood, data)
+        grid = grid_of(base, self.ratios, self.temperatures, held.variance if held and learns_noise else None)
+        if held and not learns_noise:
+            offset = learned_offset(held, likelihood, self.offsets)
+        plain = grid
+        if offset is not None:
+            grid = with_offset(plain, offset)
+        scores, counts = counted_scores(grid, data)
+        if learns_noise:
+            grid = with_tails(grid, counts @ scores)
+            scores, counts = counted_scores(grid, data)
+        grid = thinned(grid, scores, counts)
+        weights = mixture_weights(grid.log_prior, scores, counts)
+        folds = [(grid.log_prior, scores)] * FOLDS
+        if offset is not None and held is not None:
+            folds = self._folds_with_offsets(plain, offset, grid.log_prior, scores, weights, held, data)
+        refitted = refitted_noise(held, likelihood, FOLDS) if held and learns_noise else None
+        compared, verdict, worse = compared_scores(grid, scores, counts, folds, refitted)
+        findings = (*worse, *_edges(grid, weights))
+        mixture = MixturePosterior.of(grid.bases, grid.beliefs, grid.cells, weights)
+        trace = Trace(
+            "Integrate", "cross-validated NLL", findings=findings, scores=compared, scored_on="validation",
+            verdict=verdict,
+        )  # fmt: skip
+        return mixture.with_trace(trace.after(base.trace))
+
+    def _folds_with_offsets(
+        self,
+        plain: CellGrid,
+        used: Offset,
+        log_prior: Tensor,
+        scores: Tensor,
+        weights: Tensor,
+        held: HeldOutputs,
+        data: Data,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the prior and the scores of the cells for each fold, with an offset learned from the other folds.
+
+        ``plain`` are all cells without offset; those with one are the last of the prior and the scores. Only cells of
+        weight get the offset of a fold: one more pass over the data.
+        """
+        moved, likelihood = slice(-len(plain.cells), None), plain.cells[plain.unchanged].likelihood
+        first = slice(0, len(weights) - len(plain.cells))
+        shares = weights[moved] + (weights[first] if len(weights) == 2 * len(plain.cells) else 0)
+        kept = (shares >= NEGLIGIBLE * shares.max()).nonzero()[:, 0]
+        number = torch.arange(len(held.f)) % FOLDS
+        offsets = [learned_offset(held.without(number == k), likelihood, self.offsets) for k in range(FOLDS)]
+        cells = [
+            replace(cell, likelihood=cell.likelihood.with_more_offset(offset.values))
+            for offset in offsets
+            if offset is not None
+            for cell in (plain.cells[int(i)] for i in kept)
+        ]
+        if cells:
+            grid = CellGrid.compared(plain.bases, plain.beliefs, cells)
+            columns = iter(counted_scores(grid, data)[0].split(len(kept), 1))
+        folds = []
+        for offset in offsets:
+            own = log_prior[first]
+            if offset is None:
+                none = own if bool(torch.isfinite(own).any()) else torch.zeros_like(own)
+                folds.append((none, scores[:, first]))
+                continue
+            given = log_prior[moved][kept] - used.log_prior + offset.log_prior
+            folds.append((torch.cat([own, given]), torch.cat([scores[:, first], next(columns)], 1)))
+        return folds
+
+
+def compared_scores(
+    grid: CellGrid,
+    scores: Tensor,
+    counts: Tensor,
+    folds: Sequence[tuple[Tensor, Tensor]] | None = None,
+    refitted: Tensor | None = None,
+) -> tuple[dict[str, float], str, tuple[str, ...]]:
+    """Return mean negative log-likelihoods of the plain network, of the best rescaled one and of the mixture.
+
+    The latter two are cross-validated: weights and the best cell come from the other folds of the data. Each datum
+    counts so often, (n,). ``folds`` has the logarithms of the prior and the scores of the cells for each fold, if they
+    differ; ``refitted`` are the scores of the rescaled network if no cells have them. Then a sentence on how they
+    compare, and a remark if the plain network is better.
+    """
+    number = torch.arange(len(scores)) % FOLDS
+    mixed, rescaled = torch.empty(len(scores), dtype=torch.float64), torch.empty(len(scores), dtype=torch.float64)
+    rescalings = grid.rescaled.nonzero()[:, 0]
+    for k in range(FOLDS):
+        inside = number == k
+        if not bool(inside.any()):
+            continue
+        log_prior, columns = (grid.log_prior, scores) if folds is None else folds[k]
+        weights = mixture_weights(log_prior, columns[~inside], counts[~inside])
+        mixed[inside] = torch.logsumexp(columns[inside] + weights.log(), 1)
+        if len(rescalings):
+            best = rescalings[int((counts[~inside] @ scores[~inside][:, rescalings]).argmax())]
+            rescaled[inside] = scores[inside][:, best]
+    rescaled = rescaled if refitted is None else refitted
+    others = {"plain network": scores[:, grid.unchanged]}
+    if len(rescalings) > 1 and len(rescaled) == len(scores):
+        others["noise refitted" if grid.cells[0].likelihood.has_tails else "temperature scaling"] = rescaled
+    compared = {name: -float(mean_score(each, counts)) for name, each in others.items()}
+    compared["mixture"] = -float(mean_score(mixed, counts))
+    gaps = {name: _gap(mixed - each, counts) for name, each in others.items()}
+    gain, error = gaps["plain network"]
+    worse = () if -gain <= max(2 * error, CLEARLY) else (
+        f"the plain network predicts the validation data better, by {-gain:.3g} nats; its error bars "
+        "from this method do not help. Check that validation and training data come from the same source.",
+    )  # fmt: skip
+    return compared, _verdict(compared, gaps), worse
+
+
+def _gap(differences: Tensor, counts: Tensor) -> tuple[float, float]:
+    """Return the mean of differences (n,), each counted so often, (n,), and its standard error."""
+    error = float(differences.std() / len(differences) ** 0.5) if len(differences) > 1 else 0.0
+    return float(mean_score(differences, counts)), error
+
+
+WORDS_FOR = {
+    "plain network": "the network alone",
+    "temperature scaling": "the network with its temperature rescaled",
+    "noise refitted": "the network with its noise refitted",
+}
+
+
+def _verdict(compared: dict[str, float], gaps: dict[str, tuple[float, float]]) -> str:
+    """Return how the mixture compares with the others, in a sentence for a reader who knows none of them."""
+    groups: dict[str, list[str]] = {}
+    for name, (gain, error) in gaps.items():
+        clear = abs(gain) > max(2 * error, CLEARLY)
+        how = "about as good as" if not clear else "better than" if gain > 0 else "worse than"
+        groups.setdefault(how, []).append(f"{WORDS_FOR[name]} ({compared[name]:.4g})")
+    words = " and ".join(f"{how} {' and '.join(names)}" for how, names in groups.items())
+    return (
+        f"On held-out data these predictions are {words}: their mean negative log-likelihood, lower is better, is "
+        f"{compared['mixture']:.4g}."
+    )
+
+
+def _edges(grid: CellGrid, weights: Tensor) -> tuple[str, ...]:
+    """Return remarks where the first or last value of an axis of the grid has weight.
+
+    The largest precision, or the smallest scale, is no edge: the network without error bars is beyond it.
+    """
+    findings = []
+    for axis, (values, ends, least) in _axes(grid).items():
+        known = values[torch.isfinite(values)]
+        if len(known.unique()) < 2:
+            continue
+        for end, edge in (("smallest", known.min()), ("largest", known.max())):
+            share = float(weights[torch.isclose(values, edge, rtol=1e-6, atol=0.0)].sum())
+            if end in ends and share >= least:
+                findings.append(f"the {end} {axis} tried, {float(edge):.3g}, has a weight of {share:.2f}: {ends[end]}")
+    return tuple(findings)
+
+
+def _axes(grid: CellGrid) -> dict[str, tuple[Tensor, dict[str, str], float]]:
+    """Return the axes of the grid by name.
+
+    Each has its values (cells,), NaN for none; what an edge means; and from which weight on it is worth a remark.
+    """
+    base, none = grid.bases[0], float("nan")
+    noise = [float(cell.likelihood.dispersion) for cell in grid.cells]
+    wider = [value / float(base.problem.likelihood.dispersion) for value in noise]
+    axes: dict[str, tuple[list[float], dict[str, str], float]] = {}
+    further = "Try Integrate(data, ratios=...) further"
+    if base.linearised:
+        means = [none if b.precisions is None else float(b.precisions.mean()) for b in grid.beliefs]
+        values = [means[cell.belief] if cell.scale > 0 else none for cell in grid.cells]
+        axes["precision"] = values, {"smallest": f"a smaller one may be better. {further} down."}, EDGE
+    else:
+        values = [cell.scale / w if cell.scale > 0 else none for cell, w in zip(grid.cells, wider, strict=True)]
+        axes["scale of the covariance"] = values, {"largest": f"a larger one may be better. {further} down."}, EDGE
+    far = "the network is further from calibrated than the grid reaches. Try Integrate(data, temperatures=...) "
+    temperatures = [cell.likelihood.link_temperature or none for cell in grid.cells]
+    axes["temperature"] = temperatures, dict.fromkeys(("smallest", "largest"), far + "further out."), EDGE
+    odd = "the residuals of the validation data are unlike any noise that was tried. Check their targets for outliers."
+    axes["noise variance"] = noise, dict.fromkeys(("smallest", "largest"), odd), EDGE
+    degrees = [getattr(cell.likelihood, "degrees", none) for cell in grid.cells]
+    heavy = "the residuals may have heavier tails than any that was tried. Look at the largest ones."
+    axes["degrees of freedom"] = degrees, {"smallest": heavy}, TAILED
+    return {name: (torch.tensor(v, dtype=torch.float64), ends, least) for name, (v, ends, least) in axes.items()}
+
+
+BUDGET_RATIOS = (1.0, 10.0, 100.0)
+MOST_SPREAD = 0.95  # weight of all cells with error bars together
+FLOOR = 1e-4  # loss below which a cell counts as harmless
+DEGREES = (math.inf, 8.0, 4.0)
+GAIN = 2.0  # nats by which Student tails must be better
+ADVICE = "validation data would calibrate this posterior: fit(..., validation=data)."
+WIDTH = (  # of the networks under "what regression intervals cover" in docs/calibration.md
+    "no held-out data checked the width of these error bars: over many networks 95 % intervals covered 95 % of new "
+    "rows on average, but for single ones mostly 89 to 100 %, and some were several times as wide as they need be."
+)
+APART = 0.3  # a scale of a posterior from which its disagreement is remarked on
+TRACE = Trace("Budget", "training NLL", findings=(ADVICE,), scored_on="training")
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """A tuner for classification and counts without validation data; for Gaussian noise it learns the tails.
+
+    Nothing in the training data tells how wide the error bars of a network that fits them should be. So each cell of
+    a mixture, the evidence's precision times 1, 10 and 100, is given only as much weight as lowers the likelihood of
+    training targets by its part of a fixed budget; the plain network has the rest. This costs the training targets no
+    more than that, and gains about half of what the best precision would: it is a guard, not a calibration.
+
+    With Gaussian noise the residuals do say something about the targets: Student tails are fitted to them. Half of the
+    mixture is the plain network, and the posterior and ``others`` share the other half equally. Nothing checks its
+    width: intervals may be too wide or too narrow on new data.
+
+    Cost: one pass over ``points`` training data; for Gaussian noise over a hundred, and a pass without Jacobians.
+
+    Args:
+        data: The training data; ``fit`` sets them.
+        budget: The share of the training targets' probability that may be lost.
+        ratios: Multiples of the evidence's precision.
+        points: How many training data are looked at.
+        others: Fitted posteriors around the same network to be averaged in (Gaussian noise only).
+        scales: The factors of their covariances; 1 if left out.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, there are no data.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> data = [(x, (x[:, 0] > 0).long())]
+    >>> posterior = lw.fit(torch.nn.Linear(1, 2), data, "classification", prior=1.0)
+    >>> guarded = posterior.tuned(lw.tuners.Budget(data))
+    >>> guarded.predict(x[:3]).probs.shape
+    torch.Size([3, 2])
+    """
+
+    data: Iterable[Any] | Data | None = None
+    budget: float = 0.0035
+    ratios: Sequence[float] = BUDGET_RATIOS
+    points: int = 700
+    others: Sequence[Any] = ()
+    scales: Sequence[float] = ()
+
+    follows_evidence: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        parts = Rule(
+            "a list of posteriors", lambda v: isinstance(v, tuple | list) and all(hasattr(p, "problem") for p in v)
+        )
+        require(self, data=DATA | NONE, others=parts)
+        POSITIVE.check("budget", self.budget)
+        POSITIVE_VALUES.check("ratios", self.ratios)
+        require_integer("points", self.points)
+        if self.scales:
+            POSITIVE_VALUES.check("scales", self.scales)
+        if len(self.scales) not in (0, len(self.others)):
+            raise UnsupportedError(
+                f"scales has {len(self.scales)} entries for {len(self.others)} posteriors; expected one for each."
+            )
+
+    def with_data(self, data: Data) -> Budget:
+        return self if self.data is not None else replace(self, data=data)
+
+    def __call__(self, posterior: Any) -> Any:
+        """Return the mixture."""
+        base = posterior.base
+        likelihood = base.problem.likelihood
+        data = required_data("Budget", self.data, base.problem.network)
+        mixture = self._with_tails(base, data) if likelihood.has_tails else self._guarded(base, data)
+        assert mixture.trace is not None
+        return mixture.with_trace(mixture.trace.after(base.trace))
+
+    def _guarded(self, base: Any, data: Data) -> MixturePosterior:
+        """Return the mixture of the cells and the plain network, each within its part of the budget."""
+        likelihood = base.problem.likelihood
+        beliefs, spreads = varied(base, self.ratios)
+        bases, beliefs, plain = with_plain(base, beliefs)
+        cells = [Cell(number, likelihood, scale) for number, scale in [*spreads, (plain, 0.0)]]
+        scores, counts = counted_scores(CellGrid.compared(bases, beliefs, cells), data, self.points)
+        weights = budget_weights(scores, self.budget, counts)
+        mixture = MixturePosterior.of(bases, beliefs, cells, weights)
+        return mixture.with_trace(replace(TRACE, scores=_compared(scores, weights, counts)))
+
+    def _with_tails(self, base: Any, data: Data) -> MixturePosterior:
+        """Return half the plain network and half the posteriors, with Student tails fitted to the residuals."""
+        likelihood = base.problem.likelihood
+        if likelihood.learns_dispersion:
+            likelihood = likelihood.with_tails(*fitted_tails(standardised_residuals(base, data), data.processes))
+        bases, beliefs, plain = with_plain(base, [Belief(0)])
+        parts = [(0, base, 1.0)]
+        for other, scale in zip(self.others, self.scales or [1.0] * len(self.others), strict=True):
+            parts.append((len(beliefs), other, scale))
+            bases, beliefs = (*bases, other), [*beliefs, Belief(len(bases))]
+        parts.append((plain, base, 0.0))
+        tails = lambda each: each.problem.likelihood.with_tails(likelihood.degrees, likelihood.tail_scale)
+        cells = [Cell(number, tails(each), scale) for number, each, scale in parts]
+        share = (1 - PLAIN_NOISE) / (len(cells) - 1)
+        weights = torch.tensor([*[share] * (len(cells) - 1), PLAIN_NOISE], dtype=torch.float64)
+        grid = CellGrid.compared(bases, beliefs, [*cells, Cell(plain, base.problem.likelihood, 0.0)])
+        scores, counts = counted_scores(grid, data, min(self.points, FEW_POINTS))
+        mixture = MixturePosterior.of(bases, beliefs, cells, weights)
+        compared = _compared(scores, torch.cat([weights, weights.new_zeros(1)]), counts)
+        findings = (WIDTH, *(_disagreement(scale) for scale in self.scales if scale <= APART), ADVICE)
+        return mixture.with_trace(replace(TRACE, scores=compared, findings=findings))
+
+
+def _disagreement(scale: float) -> str:
+    """Return the remark on posteriors of which one had to be scaled by so much to come half of the way."""
+    return (
+        f"the variance of the exact posterior is {scale**-2:.3g} times that of Kron, and is multiplied by {scale:.2g}: "
+        "the width of these error bars is uncertain by the square root of that."
+    )
+
+
+def _compared(scores: Tensor, weights: Tensor, counts: Tensor) -> dict[str, float]:
+    """Return the mean negative log-likelihoods of the plain network, the last cell, and of the mixture."""
+    mixed = torch.logsumexp(scores + weights.log(), 1)
+    plain, average = (-float(mean_score(each, counts)) for each in (scores[:, -1], mixed))
+    return {"plain network": plain, "mixture": average}
+
+
+def budget_weights(scores: Tensor, budget: float, counts: Tensor | None = None) -> Tensor:
+    """Return the weights of the cells (K + 1,) from the log-likelihoods (n, K + 1); the last is the plain network.
+
+    Each datum counts so often, (n,), or once.
+    """
+    counts = scores.new_ones(len(scores)) if counts is None else counts
+    lost = mean_score((1 - (scores[:, :-1] - scores[:, -1:]).exp()).clamp_min(0), counts)
+    weights = (budget / lost.numel() / lost.clamp_min(FLOOR)).clamp_max(1.0)
+    weights = weights * (MOST_SPREAD / weights.sum()).clamp_max(1.0)
+    return torch.cat([weights, 1 - weights.sum().unsqueeze(0)])
+
+
+def standardised_residuals(base: Any, data: Data) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield this process's residuals of each batch over their noise, flat, in float64, by one forward pass.
+
+    Each comes with how often it counts; None if all count once.
+    """
+    network, likelihood = base.problem.network, base.problem.likelihood
+    for batch in data.batches("residuals", weighted=True):
+        _, y = checked_targets(network, likelihood, batch)
+        f = network(batch.inputs).double()
+        z = (f - y.double()) / likelihood.noise_variance.to(f).sqrt()
+        counts = None if batch.weights is None else spread(batch.weights, z).expand_as(z).flatten()
+        yield z.flatten(), counts
+
+
+def fitted_tails(
+    residuals: Iterable[tuple[Tensor, Tensor | None]], processes: Processes = ALONE
+) -> tuple[float, float]:
+    """Return degrees and scale of the Student distribution of largest likelihood; tails must be clearly better.
+
+    The likelihood of every candidate is summed piece by piece, so that memory does not grow with the residuals, and
+    over the residuals of all processes.
+    """
+    scales = {degrees: torch.arange(0.4, 1.11, 0.025, dtype=torch.float64) for degrees in DEGREES}
+    scales[math.inf] = torch.ones(1, dtype=torch.float64)
+    candidates = [(degrees, scale) for degrees in DEGREES for scale in scales[degrees].tolist()]
+    totals, count = torch.zeros(len(candidates), dtype=torch.float64), 0.0
+    for z, counts in residuals:
+        counts = torch.ones_like(z) if counts is None else counts
+        of_degrees = (log_density(z / scales[d].to(z).unsqueeze(1), d) @ counts for d in DEGREES)
+        totals += torch.cat([*of_degrees]).to(totals)
+        count += float(counts.sum())
+    totals, count = processes.sum([totals])[0], sum(processes.every(count))
+    costs = [count * math.log(scale) + (0.0 if degrees == math.inf else GAIN) for degrees, scale in candidates]
+    return candidates[int((totals - torch.tensor(costs, dtype=torch.float64)).argmax())]

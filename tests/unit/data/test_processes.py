@@ -1,0 +1,184 @@
+"""Several processes, each with its part of the data: the same posterior as one with all, and the same error in all."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import multiprocessing, nn
+
+import lapwing as lw
+from lapwing.data.processes import ALONE, Processes
+from lapwing.errors import DataError, ProcessError, UnsupportedError
+from lapwing.training.state import State
+from tests import process_cases
+from tests.process_cases import EXACT, LIMIT, REFUSED, SOLVED, TRAINED, Result, Share, sizes
+
+SUMS = 1e-10  # relative to the largest number
+SOLVES = 1e-7  # a few steps of a solver or an optimiser, each of which may enlarge rounding
+
+
+@dataclass(frozen=True)
+class Found:
+    """What three processes found in all cases, and the folder in which they wrote."""
+
+    of: list[dict[tuple[str, int], Result]]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("processes")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.process_cases", "torch._dynamo"])
+    started = [context.Process(target=process_cases.work, args=(rank, str(folder), port)) for rank in range(3)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(20 * LIMIT)
+    return Found([pickle.loads(Path(folder, f"found-{rank}").read_bytes()) for rank in range(3)], folder)
+
+
+def difference(one: Result, other: Result, limit: float) -> str:
+    """Return in words where two results differ by more than the limit, relative to the largest number."""
+    if "error" in one or "error" in other or one.keys() != other.keys():
+        return f"{one} and {other}"
+    for name, value in one.items():
+        expected = other[name]
+        if not isinstance(value, torch.Tensor):
+            if value != expected:
+                return f"{name}: {value} and {expected}"
+            continue
+        value, expected = value.detach(), expected.detach()
+        finite = expected.isfinite()
+        gap = float((value - expected)[finite].abs().max()) / max(float(expected[finite].abs().max()), 1e-300)
+        if value.shape != expected.shape or not gap <= limit or not torch.equal(value[~finite], expected[~finite]):
+            return f"{name}: {gap:.2g}"
+    return ""
+
+
+@pytest.mark.parametrize("name", [*EXACT, *SOLVED])
+def test_parts_give_the_posterior_of_all_data(found: Found, name: str) -> None:
+    alone = process_cases.attempted((EXACT | SOLVED)[name], Share(folder=found.folder))
+    for size in sizes(name):
+        first = found.of[0][name, size]
+        assert difference(first, alone, SUMS if name in EXACT else SOLVES) == "", size
+        for rank in range(1, size):
+            assert difference(found.of[rank][name, size], first, 0.0) == "", f"process {rank} of {size}"
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in TRAINED for size in sizes(name)])
+def test_training_takes_the_steps_of_one_process_with_the_same_batches(found: Found, name: str, size: int) -> None:
+    alone = process_cases.attempted(TRAINED[name], Share(folder=found.folder), size)
+    first = found.of[0][name, size]
+    assert difference(first, alone, SOLVES) == ""
+    for rank in range(1, size):
+        assert difference(found.of[rank][name, size], first, 0.0) == ""
+
+
+SAME = r"processes 0 and 1 read the same rows, which would count twice.*Part\(dataset, process_group\)"
+MESSAGES = {  # the error in each process, and its message
+    "not finite in one": ("ProcessError", "process 1 of 3 failed: DataError: inputs of batch 1: 4 of 12 entries are"),
+    "raises in one": ("ProcessError", "process 1 of 3 failed: OSError: this file cannot be read"),
+    "same batches": ("DataError", f"data: {SAME}"),
+    "same, shuffled": ("DataError", f"data: {SAME}"),
+    "same, by products": ("DataError", f"data: {SAME}"),
+    "same, by points": ("DataError", f"data: {SAME}"),
+    "same validation": ("DataError", f"validation: {SAME}"),
+    "same data of a tuner": ("DataError", f"data of Grid: {SAME}"),
+    "no data": ("DataError", "data is empty in all processes"),
+    "other weights": ("ProcessError", "process 2 of 3 failed: ModelError: process 2 has another model than process 0"),
+    "other part": (
+        "ProcessError", "process 1 of 3 failed .so did 1 more.: DataError: .* gives part 0 of 3, and this is process 1"
+    ),
+    "other order": (
+        "ProcessError", "DataError: the DistributedSampler of the data repeats data to make 3 equal parts of 22, and "
+        "its batches come in another order"
+    ),
+    "more samples": ("ProcessError", "gives 8 data, the last of them repeated, and the loader makes more samples"),
+    "other calls": ("ProcessError", "the processes went different ways"),
+    "no loader": ("UnsupportedError", "a process_group of 3 and one batch of inputs; expected a loader"),
+    "dealt out": ("DataError", "the sampler of the loader deals the data out to the processes"),
+    "nothing to predict": ("DataError", "the loader is empty in all processes"),
+    "bad inputs in one": ("ProcessError", "process 1 of 3 failed: DataError: inputs of batch 0: 8 of 8 entries"),
+    "swag": ("UnsupportedError", "SWAG works in one process and process_group has 3; use Kron"),
+    "ensemble": ("UnsupportedError", "Ensemble works in one process"),
+    "hfl": ("UnsupportedError", "HFL works in one process"),
+    "fmgp": ("UnsupportedError", "FMGP works in one process"),
+    "dropout": ("UnsupportedError", "MCDropout works in one process"),
+    "training, second epoch": ("ProcessError", "process 2 of 3 failed: OSError: the disk is gone"),
+    "training": ("ProcessError", "process 2 of 3 failed: OSError: the disk is gone"),
+    "killed": ("ProcessError", "a process of the group has ended or does not answer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_in_one_process_is_raised_in_all(found: Found, name: str) -> None:
+    """In all that are left, in less than the time in which they would give up waiting."""
+    error, message = MESSAGES[name]
+    for rank in (0, 2) if name == "killed" else (0, 1, 2):
+        result = found.of[rank][name, 3]
+        assert result["error"] == error
+        assert re.search(message, result["message"]), result["message"]
+        assert result["seconds"] < LIMIT / 2
+
+
+def test_nothing_is_written_after_an_error(found: Found) -> None:
+    """No checkpoint of the first epoch if that fails, and that of the first, whole, if the second does."""
+    assert [path.name for path in found.folder.glob("failed*")] == ["failed-4"]
+    assert State.load(found.folder / "failed-4").epoch == 1
+
+
+def test_samplers_that_leave_data_out_are_a_finding(found: Found) -> None:
+    for rank in range(3):
+        (dropped,) = found.of[rank]["dropped", 3]["findings"]
+        assert "drops 1 of them (drop_last=True)" in dropped
+        (part,) = found.of[rank]["one part", 3]["findings"]
+        assert "gives one of 3 parts, and this fit reads no other" in part
+
+
+def test_one_process_exchanges_nothing() -> None:
+    assert Processes.of(None) is ALONE
+    tensor = torch.ones(2)
+    assert ALONE.sum([tensor, None])[0] is tensor
+    assert ALONE.gather(tensor) is tensor
+    assert ALONE.same([tensor]) == [tensor]
+    assert ALONE.lent(None) is None
+    assert ALONE.shared([lambda: [tensor]], [1.0], tensor.device) == [[tensor]]
+    with pytest.raises(DataError, match="as it is"), ALONE.together():
+        raise DataError("as it is")
+    assert copy.deepcopy(ALONE) is ALONE
+    assert pickle.loads(pickle.dumps(Processes("a group", 1, 2))).alone
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ("WORLD", "process_group is 'WORLD'; expected"),
+        (dist.GroupMember.NON_GROUP_MEMBER, "that this process is not in"),
+    ],
+)
+def test_a_group_must_be_one(group: object, message: str) -> None:
+    x = torch.randn(3, 1)
+    for call in (lw.fit, lw.train):
+        with pytest.raises(UnsupportedError, match=message):
+            call(nn.Linear(1, 1), [(x, x)], "regression", process_group=group)
+    with pytest.raises(UnsupportedError, match=message):
+        lw.samples.Part(x, group)
+
+
+def test_the_error_names_the_process() -> None:
+    error = ProcessError("process 2 of 3 failed", 2)
+    assert isinstance(error, lw.LapwingError)
+    assert isinstance(error, RuntimeError)
+    assert error.rank == 2

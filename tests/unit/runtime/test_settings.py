@@ -1,0 +1,136 @@
+"""Numbers that a user sets."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from lapwing.runtime.settings import FLAG, POSITIVE, is_real, require_integer
+
+
+@pytest.mark.parametrize("value", [3, 2**70, torch.Size([3])[0]])
+def test_integers(value: Any) -> None:
+    require_integer("count", value)
+    require_integer("count", value, least=3)
+
+
+@pytest.mark.parametrize("value", [True, 3.0, 10.5, "10", None, math.nan, torch.tensor(3)])
+def test_other_than_integers(value: Any) -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match=re.escape(f"count is {value!r}; expected an integer.")):
+        require_integer("count", value)
+
+
+def test_integers_below_the_least() -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match=r"count is 0; expected at least 1\."):
+        require_integer("count", 0)
+    with pytest.raises(lw.errors.UnsupportedError, match=r"count is 1; expected at least 2\."):
+        require_integer("count", 1, least=2)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, 1e-300, Fraction(1, 3)])
+def test_positive_numbers(value: Any) -> None:
+    POSITIVE.check("rate", value)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1.0, math.inf, -math.inf, math.nan, True, "1", None, 1j])
+def test_other_than_positive_numbers(value: Any) -> None:
+    message = re.escape(f"rate is {value!r}; expected a positive, finite number.")
+    with pytest.raises(lw.errors.UnsupportedError, match=message):
+        POSITIVE.check("rate", value)
+
+
+def test_flags() -> None:
+    FLAG.check("noise", True)
+    FLAG.check("noise", False)
+    for value in (0, 1, 0.1, "yes", None):
+        with pytest.raises(lw.errors.UnsupportedError, match=re.escape(f"noise is {value!r}; expected True or False.")):
+            FLAG.check("noise", value)
+
+
+def test_a_long_value_is_cut() -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match=r"^rate is '9{79}; expected"):
+        POSITIVE.check("rate", "9" * 1000)
+
+
+def test_real_numbers() -> None:
+    assert all(is_real(value) for value in (0, -1.5, math.nan, math.inf, Fraction(1, 3)))
+    assert not any(is_real(value) for value in (True, "0", None, 1j))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_inducing": 10.5}, "num_inducing is 10.5; expected an integer"),
+        ({"num_inducing": True}, "num_inducing is True; expected an integer"),
+        ({"num_inducing": "10"}, "num_inducing is '10'; expected an integer"),
+        ({"num_inducing": None}, "num_inducing is None; expected an integer"),
+        ({"steps": 3.5}, "steps is 3.5; expected an integer"),
+        ({"candidates": 10.5}, "candidates is 10.5; expected an integer"),
+        ({"learning_rate": math.inf}, "learning_rate is inf; expected a positive, finite number"),
+        ({"alpha": "0"}, "alpha is '0'; expected a number between 0 and 1"),
+        ({"alpha": False}, "alpha is False; expected a number between 0 and 1"),
+        ({"alpha": math.nan}, "alpha is nan; expected a number between 0 and 1"),
+    ],
+)
+def test_settings_of_valla(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match=message):
+        lw.VaLLA(**settings)
+
+
+def test_valla_chooses_its_number_of_steps() -> None:
+    assert lw.VaLLA(steps=None).steps is None
+
+
+POINTS = torch.zeros(4, 2), torch.zeros(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: lw.fit(nn.Linear(2, 1), [POINTS], "regression", val=[POINTS]), r"fit\(\) has no argument 'val'\. Did "
+         r"you mean 'validation'\? It takes model, data, likelihood, method"),
+        (lambda: lw.fit(nn.Linear(2, 1), [POINTS]), r"fit\(\) cannot be called: .*: 'likelihood'"),
+        (lambda: lw.train(nn.Linear(2, 1), [POINTS], "regression", weight=lw.last_layer), "mean 'weights'"),
+        (lambda: lw.load("net.lapwing", nn.Linear(2, 1), strict=False), r"load\(\) .* It takes path, model\.$"),
+        (lambda: lw.Kron(shareing="reduce"), r"Kron\(\) has no argument 'shareing'\. Did you mean 'sharing'"),
+        (lambda: lw.Gaussian(noise=0.1), "mean 'noise_std'"),
+        (lambda: lw.tuners.FixedPoint(max_step=1), "mean 'max_steps'"),
+        (lambda: lw.compare(None, level=0.9), "no argument 'level'"),
+        (lambda: lw.train_ensemble(nn.Linear(2, 1), [POINTS], "regression", member=2), "mean 'members'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_arguments_that_do_not_exist(call: Callable[[], Any], message: str) -> None:
+    """They are errors of Lapwing and of the type that Python raises; the signature stays visible."""
+    with pytest.raises(lw.errors.CallError, match=message) as error:
+        call()
+    assert isinstance(error.value, (TypeError, lw.LapwingError))
+    assert list(inspect.signature(lw.fit).parameters)[:3] == ["model", "data", "likelihood"]
+    assert "sharing" in inspect.signature(lw.Kron).parameters
+
+
+def test_posteriors_refuse_other_arguments_and_paths_with_nul() -> None:
+    net = nn.Linear(2, 1)
+    posterior = lw.fit(net, [POINTS], lw.Gaussian(noise_std=1.0), prior=1.0)
+    for call, word in ((lambda: posterior.functions(POINTS[0], join=True), "'joint'"),
+                       (lambda: posterior.predict(POINTS[0], sample=3), "'samples'")):  # fmt: skip
+        with pytest.raises(lw.errors.CallError, match=word):
+            call()
+    bad = "net\0.lapwing"
+    for use in (
+        lambda: posterior.save(bad), lambda: lw.load(bad, net), lambda: posterior.report([POINTS], bad),
+        lambda: lw.train(net, [POINTS], "regression", checkpoint=bad),
+        lambda: lw.train(net, [POINTS], "regression", resume=bad),
+        lambda: lw.train_ensemble(net, [POINTS], "regression", members=2, folder=bad),
+    ):  # fmt: skip
+        with pytest.raises(lw.LapwingError, match="without NUL characters"):
+            use()
