@@ -1,4 +1,4 @@
-# Two commands: `make run` does the main job on embedded data, `make test` checks everything.
+# `make run` does the main job on embedded data, `make test` checks, `make test-long` runs the tests that take long.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ DOCS := .venv-docs
 PEER := .venv-peer
 INTEGRATIONS := .venv-integrations
 
-.PHONY: run docs docs-serve release test test-browser test-integrations test-rounding attack check bench setup lint types imports \
+.PHONY: run docs docs-serve release test test-long test-browser test-integrations test-rounding attack check bench setup lint types imports \
 	pytest uci peer clean
 
 run: $(RUN)
@@ -47,8 +47,20 @@ imports: $(READY)
 # Two workers, one thread each: more threads than cores only wait for each other. Each takes one half of the tests in
 # order, so that tests of one file share their fixtures and caches; the faster one then takes from the other. Bytecode is
 # kept for the next run: without it each worker compiles all tests and the library, and every child process the library.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+# Experiments in their quick forms, the demo and tutorials, and grids of methods by networks: over a minute, and whoever
+# changes one of them runs it. Continuous integration runs all.
+LONG := tests/experiments tests/unit/demo tests/unit/test_tutorials.py tests/conformance/test_memory.py \
+	tests/conformance/test_scale_invariance.py tests/conformance/test_threads.py tests/unit/methods/hfl/test_nonlinear.py \
+	tests/unit/methods/hfl/test_fine_tuning.py tests/unit/methods/hfl/test_pretrained.py tests/unit/tuners/test_linear_mode.py \
+	tests/unit/tuners/test_sample_em.py tests/unit/posteriors/test_variance_of.py
+
 pytest: $(READY)
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	$(PYTEST) $(LONG:%=--ignore=%)
+
+test-long: $(READY)
+	$(PYTEST) $(LONG)
 
 # Reports in headless Chromium, on a phone and a desk, light and dark; screenshots are written to out/browser.
 test-browser: $(READY)
