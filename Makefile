@@ -57,7 +57,7 @@ LONG := tests/experiments tests/unit/demo tests/unit/test_tutorials.py tests/con
 	tests/unit/tuners/test_sample_em.py tests/unit/posteriors/test_variance_of.py
 
 pytest: $(READY)
-	$(PYTEST) $(LONG:%=--ignore=%)
+	$(PYTEST) tests/unit tests/conformance lapwing experiments README.md $(LONG:%=--ignore=%)
 
 test-long: $(READY)
 	$(PYTEST) $(LONG)
