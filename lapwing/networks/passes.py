@@ -1,7 +1,5 @@
 """Passes through a network for many vectors at once, the rows of each sample, and derivatives along directions.
 
-Passes through a network for many vectors at once: gradients at nodes, Jᵀ u and J v.
-
 Autograd takes one gradient at a time; ``vmap`` over it loops inside convolutions and norms. Here the seeds are folded
 into the batch, so that K seeds cost one large operation for each node. A graph with an operation whose entry in the
 table has no gradient is left to autograd.

@@ -1,7 +1,5 @@
 """The ways in which a network uses a parameter, and the facts about one autograd operation.
 
-The ways in which a network uses a parameter, and the Jacobian that follows from each.
-
 Each function here returns a ``Use``: from the gradients at the output of a graph node it gives the Jacobian of the
 parameter, sample by sample.
 

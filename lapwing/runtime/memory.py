@@ -1,7 +1,5 @@
 """The memory that a call may take, pieces of work that fit into it, and operations counted while a computation runs.
 
-The memory that a call may take for intermediate results: one number of bytes, and pieces of work that fit into it.
-
 Whoever makes intermediate results asks ``runs`` or ``fitting`` how much of the work to do at once. Each takes a share
 of the budget, so that what exists at the same time stays within it.
 """

@@ -1,7 +1,5 @@
 """Values as plain data for files: what every field may hold, and reading nothing else.
 
-What a saved value may hold: every field says its kind, shape and range, and reads nothing else.
-
 ``State.read`` takes one field for each setting, tensor and part. Nothing is built from values that a field refuses.
 
 Values as a whole: as plain data for files, on another device, and with one cached result.

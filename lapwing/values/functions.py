@@ -1,7 +1,5 @@
 """Beliefs that consist of drawn functions, and beliefs that are differentiable in the inputs.
 
-Beliefs about outputs that are differentiable in the inputs.
-
 The Jacobian of a network has a path back to its inputs, and another one to its weights. Callers get the first alone:
 ``backward`` on a result writes gradients to the inputs and to nothing else, and costs no gradients of weights.
 """
