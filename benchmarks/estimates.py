@@ -34,7 +34,8 @@ from benchmarks.spine import cpu_name
 from lapwing.check import Report
 from lapwing.data.batches import Data
 from lapwing.errors import LapwingError
-from lapwing.methods.base import HasTrial, Workload
+from lapwing.methods.base import HasTrial
+from lapwing.methods.cost import Workload
 from lapwing.registry import METHODS
 from lapwing.runtime.state import State
 

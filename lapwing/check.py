@@ -13,7 +13,8 @@ from lapwing.data.inputs import Batch, Inputs, accepts, as_tensors, moved
 from lapwing.data.samples import TARGET_KEYS
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.methods.base import Cost, HasCost, Workload, workload_of
+from lapwing.methods.base import HasCost
+from lapwing.methods.cost import Cost, Workload, workload_of
 from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast, path_of, plain_module
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups

@@ -15,7 +15,8 @@ from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
-from lapwing.methods.base import AutoCandidate, Budget, Method, OverNetworks, Workload
+from lapwing.methods.base import AutoCandidate, Method, OverNetworks, Requirements
+from lapwing.methods.cost import Workload
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.dropout import MCDropout
 from lapwing.methods.ekron import EKron
@@ -124,10 +125,10 @@ class Auto:
         'Kron'
         """
         rate = RATE * (100 if self.gpu else 1)
-        budget = Budget(
+        requirements = Requirements(
             weights, rows, self.memory, self.num_samples, single, tuned, self.seconds * rate, self.gpu, workload
         )
-        offers = [kind.offer(budget) for kind in METHODS.values() if isinstance(kind, AutoCandidate)]
+        offers = [kind.offer(requirements) for kind in METHODS.values() if isinstance(kind, AutoCandidate)]
         size = f"{weights} weights, {rows} rows (data times outputs)"
         known = sorted((o for o in offers if o is not None), key=lambda o: (o.tier, o.work))
         by_layers = [offer for offer in known if offer.tier == BY_LAYERS]

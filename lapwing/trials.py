@@ -14,7 +14,8 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import LapwingError
 from lapwing.linalg.dense import eigh
-from lapwing.methods.base import NUMBER, Cost, HasCost, HasTrial, Method, Work, Workload
+from lapwing.methods.base import HasCost, HasTrial, Method
+from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.network import plain_passes, trained_names
 from lapwing.problem import Problem
 from lapwing.values.gaussian import FunctionGaussian

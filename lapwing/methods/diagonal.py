@@ -12,7 +12,8 @@ from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.kronecker import blockwise_sum
 from lapwing.curvature.sweep import DRAWS, check_estimate, chosen_seeds, swept
 from lapwing.data.batches import Data
-from lapwing.methods.base import Budget, Conformance, Cost, Exactness, Offer, Workload
+from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
+from lapwing.methods.cost import Cost, Workload
 from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
 from lapwing.runtime.state import Field, Maybe, Text, Whole
@@ -70,6 +71,6 @@ class Diagonal:
         return workload.cost(workload.itemsize * size, peak, fit, predict, workload.draws)
 
     @classmethod
-    def offer(cls, budget: Budget) -> Offer:
+    def offer(cls, requirements: Requirements) -> Offer:
         """Return the fallback for weights that are chosen one by one."""
         return Offer(cls(), 3)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import UnsupportedError
-from lapwing.methods.base import Conformance, Cost, Workload
+from lapwing.methods.base import Conformance
+from lapwing.methods.cost import Cost, Workload
 from lapwing.networks.forward import copied, has_dropout, lent, raw_output, shaped, shareable
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import MembersPosterior

@@ -11,7 +11,8 @@ from lapwing.curvature.blocks import FACTOR_LIMIT
 from lapwing.curvature.kronecker import check_settings, eigen_corrected, eigen_shared, kronecker_curvature
 from lapwing.curvature.sweep import DRAWS, Sweep, chosen_seeds
 from lapwing.data.batches import Data
-from lapwing.methods.base import Conformance, Cost, Exactness, KroneckerWork, Workload
+from lapwing.methods.base import Conformance, Exactness
+from lapwing.methods.cost import Cost, KroneckerWork, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.methods.base import Conformance, Cost, Workload
+from lapwing.methods.base import Conformance
+from lapwing.methods.cost import Cost, Workload
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import (
     Path,

@@ -18,7 +18,8 @@ from lapwing.errors import DataError, FileError, ModelError, NumericalError, Uns
 from lapwing.likelihoods.base import Likelihood, energy, refuse_energy, refuse_ignored
 from lapwing.linalg.dense import centres_by_class, eigh, eigvalsh, smooth_whitening
 from lapwing.linalg.stochastic import Inducing
-from lapwing.methods.base import Conformance, Cost, Work, Workload, with_validation
+from lapwing.methods.base import Conformance, with_validation
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.functionals import is_single_map, last_features
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.network import Network

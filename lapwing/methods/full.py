@@ -13,7 +13,8 @@ from lapwing.curvature.dense import full_curvature, full_hessian
 from lapwing.curvature.sweep import CURVATURES, DRAWS, checked_curvature, chosen_seeds, swept
 from lapwing.data.batches import Data
 from lapwing.errors import UnsupportedError
-from lapwing.methods.base import HALVES, Budget, Conformance, Cost, Exactness, Offer, Work, Workload
+from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
+from lapwing.methods.cost import HALVES, Cost, Work, Workload
 from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
 from lapwing.runtime.memory import BEYOND, budget
@@ -104,7 +105,7 @@ class Full:
         return workload.cost(8 * size**2, peak, fit, predict, once)
 
     @classmethod
-    def offer(cls, budget: Budget) -> Offer:
+    def offer(cls, requirements: Requirements) -> Offer:
         """Return the exact method of P²: the matrix and its factor are held, and the factorisation takes P³ / 3."""
-        size = budget.weights
-        return Offer(cls(limit=size), 0, 16.0 * size**2, float(budget.rows) * size**2 + 0.3 * size**3, "exact")
+        size = requirements.weights
+        return Offer(cls(limit=size), 0, 16.0 * size**2, float(requirements.rows) * size**2 + 0.3 * size**3, "exact")

@@ -15,7 +15,8 @@ from lapwing.curvature.sweep import checked_curvature, refuse_open_noise
 from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.dense import svd
-from lapwing.methods.base import Budget, Conformance, Cost, Exactness, Offer, Work, Workload
+from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
 from lapwing.runtime.memory import evenly, fitting
@@ -95,9 +96,9 @@ class KernelSpace:
         return workload.cost(8 * rank * (size + 1), peak, fit, predict, once, f"{rows} rows")
 
     @classmethod
-    def offer(cls, budget: Budget) -> Offer:
+    def offer(cls, requirements: Requirements) -> Offer:
         """Return the exact method of (nC)²: nC vectors of P numbers and two matrices of size nC are held."""
-        rows, size = budget.rows, budget.weights
+        rows, size = requirements.rows, requirements.weights
         work = 2.0 * rows**2 * size + 9.0 * rows**3
         return Offer(cls(limit=rows), 0, 8.0 * rows * (size + 2 * rows), work, "exact")
 

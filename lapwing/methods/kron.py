@@ -12,7 +12,8 @@ from lapwing.curvature.blocks import FACTOR_LIMIT
 from lapwing.curvature.kronecker import check_settings, eigen_shared, kronecker_curvature
 from lapwing.curvature.sweep import DRAWS, chosen_seeds, swept
 from lapwing.data.batches import Data
-from lapwing.methods.base import Budget, Conformance, Cost, Exactness, KroneckerWork, Offer, Workload
+from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
+from lapwing.methods.cost import Cost, KroneckerWork, Workload
 from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
 from lapwing.runtime.state import Field, Maybe, Text, Whole
@@ -99,22 +100,22 @@ class Kron:
         return workload.cost(factors.nbytes, peak, workload.blockwise + factors.sums, predict, once, factors.note)
 
     @classmethod
-    def offer(cls, budget: Budget) -> Offer | None:
+    def offer(cls, requirements: Requirements) -> Offer | None:
         """Return the fallback for whole layers, with the widest factors that the budget allows.
 
         Their decompositions may take what the pass over the data leaves of the time, or as long as the pass itself.
         """
-        if budget.single:
+        if requirements.single:
             return None
-        if budget.workload is None:
+        if requirements.workload is None:
             return Offer(cls(), 2)
         for limit in LIMITS:
             method = cls(factor_limit=limit)
-            memory, one_pass, decompositions = method._needs(budget.workload, budget.gpu)
-            if memory <= budget.memory and decompositions <= max(budget.work - one_pass, one_pass):
+            memory, one_pass, decompositions = method._needs(requirements.workload, requirements.gpu)
+            if memory <= requirements.memory and decompositions <= max(requirements.work - one_pass, one_pass):
                 break
         total = one_pass + decompositions
-        if memory > budget.memory or total > budget.work:
+        if memory > requirements.memory or total > requirements.work:
             return Offer(method, 2)
         kind = "Kronecker factors" + ("" if limit == FACTOR_LIMIT else f" with factor_limit={limit}")
         return Offer(method, 2, memory, total, kind)

@@ -13,7 +13,8 @@ from lapwing.curvature.sweep import checked_curvature, refuse_open_noise
 from lapwing.data.batches import Data
 from lapwing.linalg.krylov import OVERSAMPLE, leading_eigenpairs
 from lapwing.linalg.operators import gram_product
-from lapwing.methods.base import Conformance, Cost, Exactness, Work, Workload
+from lapwing.methods.base import Conformance, Exactness
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from lapwing.runtime.settings import POSITIVE, require_integer

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from lapwing.data.batches import Data
-from lapwing.methods.base import Conformance, Cost, Workload
+from lapwing.methods.base import Conformance
+from lapwing.methods.cost import Cost, Workload
 from lapwing.posteriors.members import PointPosterior
 from lapwing.problem import Problem, summed_loss
 

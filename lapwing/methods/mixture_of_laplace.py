@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.methods.base import Conformance, Cost, HasCost, Method, Workload
+from lapwing.methods.base import Conformance, HasCost, Method
+from lapwing.methods.cost import Cost, Workload
 from lapwing.methods.kron import Kron
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.several import NetworksPosterior

@@ -18,7 +18,8 @@ from lapwing.linalg.krylov import Logdet, solve_samples
 from lapwing.linalg.operators import Solution, gram_product
 from lapwing.linalg.ridge import Ridge
 from lapwing.linalg.stochastic import OBJECTIVES, descend_in_rounds
-from lapwing.methods.base import Budget, Conformance, Cost, Offer, Work, Workload
+from lapwing.methods.base import Conformance, Offer, Requirements
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import Problem
@@ -145,15 +146,15 @@ class Sampled:
         return workload.cost(8 * count * (size + 1), peak, fit, workload.forward + along, once, note)
 
     @classmethod
-    def offer(cls, budget: Budget) -> Offer:
+    def offer(cls, requirements: Requirements) -> Offer:
         """Return as many samples as the budget asks for; they keep to its memory, so kept factors take what is left."""
-        unlimited = math.isinf(budget.memory)
-        method = cls(num_samples=budget.num_samples, memory=None if unlimited else budget.memory)
-        vectors = (BASIS + 2 * budget.num_samples) * (SOLVES if budget.learn_prior else 1)
-        limit = "" if unlimited else f" in at most {budget.memory / 2**30:.2g} GiB"
-        work = 2.0 * budget.rows * budget.weights * vectors
-        kind = f"{budget.num_samples} samples of the exact" + limit
-        return Offer(method, 1, method.needs(budget.weights, budget.rows), work, kind)
+        unlimited = math.isinf(requirements.memory)
+        method = cls(num_samples=requirements.num_samples, memory=None if unlimited else requirements.memory)
+        vectors = (BASIS + 2 * requirements.num_samples) * (SOLVES if requirements.learn_prior else 1)
+        limit = "" if unlimited else f" in at most {requirements.memory / 2**30:.2g} GiB"
+        work = 2.0 * requirements.rows * requirements.weights * vectors
+        kind = f"{requirements.num_samples} samples of the exact" + limit
+        return Offer(method, 1, method.needs(requirements.weights, requirements.rows), work, kind)
 
     def needs(self, size: int, rows: int = 0) -> int:
         """Return the bytes needed for P weights and n C rows.

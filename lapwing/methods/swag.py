@@ -14,7 +14,8 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
 from lapwing.data.streams import shuffled
 from lapwing.errors import FileError, NumericalError, UnsupportedError
-from lapwing.methods.base import Conformance, Cost, Work, Workload
+from lapwing.methods.base import Conformance
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of
 from lapwing.posteriors.sampled import Drawn, WeightDraws

@@ -13,7 +13,8 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import check_finite
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.base import HasHessian, Likelihood
-from lapwing.methods.base import Conformance, Cost, Work, Workload
+from lapwing.methods.base import Conformance
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.functionals import is_single_map
 from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.network import Network

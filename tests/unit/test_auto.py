@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.base import BlockWork, Budget, KroneckerWork, Offer, Work, Workload
+from lapwing.methods.base import Offer, Requirements
+from lapwing.methods.cost import BlockWork, KroneckerWork, Work, Workload
 from lapwing.networks.jacobians import Footprint
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.registry import METHODS, RATE, Choice
@@ -384,8 +385,8 @@ def test_the_class_is_no_method() -> None:
 def test_a_registered_method_can_offer_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     class Cheap(lw.Full):
         @classmethod
-        def offer(cls, budget: Budget) -> Offer | None:
-            return Offer(cls(), 0, 1.0, 1.0, "exact and cheap") if budget.weights > 100 else None
+        def offer(cls, requirements: Requirements) -> Offer | None:
+            return Offer(cls(), 0, 1.0, 1.0, "exact and cheap") if requirements.weights > 100 else None
 
     monkeypatch.setitem(METHODS, "cheap", Cheap)
     assert lw.Auto(memory=10.0).choose(1000, 1000).why.startswith("Cheap: 1000 weights, 1000 rows")

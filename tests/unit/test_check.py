@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.check import LEGEND
-from lapwing.methods.base import Cost
+from lapwing.methods.cost import Cost
 from lapwing.registry import METHODS
 
 SIZE = 26  # weights of 3-4-2 with biases

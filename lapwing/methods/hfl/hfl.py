@@ -19,7 +19,8 @@ from lapwing.errors import DataError, FileError, InputError, NumericalError, Uns
 from lapwing.linalg.dense import symmetrise
 from lapwing.linalg.krylov import block_conjugate_gradients
 from lapwing.linalg.operators import Solution, gram_product
-from lapwing.methods.base import Conformance, Cost, Exactness, Workload
+from lapwing.methods.base import Conformance, Exactness
+from lapwing.methods.cost import Cost, Workload
 from lapwing.methods.hfl.response import (
     DENSE,
     TOLERANCE,

@@ -12,7 +12,8 @@ from lapwing.data.batches import Data
 from lapwing.data.streams import Pool
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import refuse_energy
-from lapwing.methods.base import Conformance, Cost, Exactness, Work, Workload, with_validation
+from lapwing.methods.base import Conformance, Exactness, with_validation
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.methods.inducing.learning import STEPS, learn_collapsed, learn_stochastic
 from lapwing.methods.inducing.points import STARTS, InducingPoints, Placement
 from lapwing.posteriors.weight_space import WeightPosterior
