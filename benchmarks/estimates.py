@@ -31,7 +31,7 @@ import lapwing.trials
 from benchmarks import large_models, models
 from benchmarks.peak import peak
 from benchmarks.spine import cpu_name
-from lapwing.check import Report
+from lapwing.check import CheckReport
 from lapwing.data.batches import Data
 from lapwing.errors import LapwingError
 from lapwing.methods.base import HasTrial
@@ -102,7 +102,7 @@ class Bench:
         """Return the seconds of the shortest call; long calls are not repeated."""
         return lapwing.trials.clocked(call, self.device, once)
 
-    def checked(self, timed: bool | list[str]) -> Report:
+    def checked(self, timed: bool | list[str]) -> CheckReport:
         return lw.check(self.model, self.batches[0], data=self.count, timed=timed)
 
     def plain(self) -> tuple[float, float]:
@@ -143,7 +143,7 @@ def _tensors(state: State) -> Iterator[torch.Tensor]:
         yield from _tensors(part)
 
 
-def estimated(report: Report, name: str) -> dict[str, float]:
+def estimated(report: CheckReport, name: str) -> dict[str, float]:
     """Return the figures of one method in a report."""
     cost = report.costs[name]
     figures = {"fit epochs": cost.fit_epochs, "passes": cost.predict_passes}

@@ -48,13 +48,13 @@ def products(name: str, model: nn.Module, shape: tuple[int, ...]) -> list[dict[s
 def lenet(folder: Path, count: int, samples: int, seed: int = 0) -> dict[str, Any]:
     """Train a LeNet, sample its posterior, tune it, and return the times and results."""
     from experiments.data import Images
-    from lapwing.demo.training import Recipe, batches, optimise
+    from lapwing.demo.training import TrainingSettings, batches, optimise
 
     images = Images.read(folder, "fashion_mnist", torch.device("cpu"), count, seed)
     torch.manual_seed(seed)
     model = models.lenet()
     start = time.perf_counter()
-    recipe = Recipe(epochs=10, batch_size=128, learning_rate=2e-3, weight_decay=1e-4, max_steps=10**9)
+    recipe = TrainingSettings(epochs=10, batch_size=128, learning_rate=2e-3, weight_decay=1e-4, max_steps=10**9)
     optimise(model, *images.train, recipe, seed)
     trained = time.perf_counter()
     data = batches(*images.train, 500)

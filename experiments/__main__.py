@@ -11,7 +11,7 @@ from pathlib import Path
 from experiments.engine import command as engine
 from experiments.engine.known import EXPERIMENTS as STORED
 from lapwing.cli.demo import publish
-from lapwing.demo.result import Report
+from lapwing.demo.result import ExperimentReport
 
 EXPERIMENTS = {  # the name of a module in this folder, and its help
     "calibration": "are the error bars right as they come? many tasks, against the plain network",
@@ -49,10 +49,10 @@ def _for_engine(given: list[str]) -> bool:
     return name in ENGINE or (name in STORED and (asked or name not in EXPERIMENTS))
 
 
-def _run(given: list[str]) -> Report:
+def _run(given: list[str]) -> ExperimentReport:
     arguments = _parser(given[0] if given else "").parse_args(given)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    report: Report = arguments.command(arguments, _print_progress)
+    report: ExperimentReport = arguments.command(arguments, _print_progress)
     return report
 
 

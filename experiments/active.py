@@ -15,7 +15,7 @@ from experiments.decision_tasks import Rows, rows_of
 from experiments.engine.contract import Record
 from experiments.options import Progress
 from lapwing import metrics
-from lapwing.demo.training import Recipe, trained
+from lapwing.demo.training import TrainingSettings, trained
 from lapwing.errors import LapwingError
 
 RULES = {  # the rule of acquire, and whether the posterior that chooses has the precision of the evidence
@@ -47,7 +47,9 @@ class Active:
     start: int = 20  # rows that are labelled at first
     rounds: int = 8
     chosen: int = 10  # rows in each round
-    recipe: Recipe = Recipe(hidden=(50,), epochs=200, batch_size=64, learning_rate=1e-2, weight_decay=1e-4)
+    recipe: TrainingSettings = TrainingSettings(
+        hidden=(50,), epochs=200, batch_size=64, learning_rate=1e-2, weight_decay=1e-4
+    )
     seed: int = 300  # those below were used to look for the settings
 
     def __post_init__(self) -> None:

@@ -25,15 +25,17 @@ from experiments.data import data_folder
 from experiments.options import Progress, add_data_dir, add_seeds, positive, silent
 from experiments.own_tables import OwnTable, own_tables
 from experiments.repeats import mean_scores
-from lapwing.demo.result import Report, Result, Row, plain
-from lapwing.demo.training import Recipe, batches, mlp, optimise
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
+from lapwing.demo.training import TrainingSettings, batches, mlp, optimise
 
 SIZES = (50, 200)  # validation rows
 TRAININGS = {
-    "usual": Recipe(activation="relu", epochs=40, batch_size=64, learning_rate=3e-3, weight_decay=1e-3, max_steps=1500),
-    "few epochs": Recipe(epochs=3, batch_size=64, learning_rate=3e-3, weight_decay=0.0),
-    "many epochs": Recipe(activation="relu", epochs=200, batch_size=64, learning_rate=3e-3, weight_decay=0.0),
-    "balanced": Recipe(
+    "usual": TrainingSettings(
+        activation="relu", epochs=40, batch_size=64, learning_rate=3e-3, weight_decay=1e-3, max_steps=1500
+    ),
+    "few epochs": TrainingSettings(epochs=3, batch_size=64, learning_rate=3e-3, weight_decay=0.0),
+    "many epochs": TrainingSettings(activation="relu", epochs=200, batch_size=64, learning_rate=3e-3, weight_decay=0.0),
+    "balanced": TrainingSettings(
         activation="relu", epochs=40, batch_size=64, learning_rate=3e-3, weight_decay=1e-3, max_steps=1500
     ),
 }
@@ -63,13 +65,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=positive, default=1, help="processes (1)")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     settings = Biased(
         data_folder(arguments.data_dir), arguments.seeds, arguments.rows, every=arguments.every,
         workers=arguments.workers, seed=arguments.seed,
     )  # fmt: skip
-    return Report(arguments.out / "biased.json", (run(settings, progress),))
+    return ExperimentReport(arguments.out / "biased.json", (run(settings, progress),))
 
 
 def run(settings: Biased, progress: Progress = silent) -> Result:

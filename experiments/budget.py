@@ -16,7 +16,7 @@ from experiments.budget_task import Task, read
 from experiments.engine.contract import Record
 from experiments.engine.store import Stored
 from experiments.options import Progress
-from lapwing.demo.training import Recipe, trained
+from lapwing.demo.training import TrainingSettings, trained
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Budget:
     growth: tuple[int, ...] = (250, 1000, 4000)
     growth_sizes: tuple[int, ...] = (25, 35, 50, 70, 100, 140, 200, 280, 400, 560, 800, 1120, 1600, 2240)
     close: float = 0.01
-    recipe: Recipe = Recipe()
+    recipe: TrainingSettings = TrainingSettings()
     seeds: int = 3
     seed: int = 0
 
@@ -56,7 +56,8 @@ class Budget:
         """Return the settings of the quick form: the table of scikit-learn, which needs no data folder."""
         return cls(
             tables=("diabetes",), sizes=(5, 20, 100), snapshots=(4, 16), epochs=(25, 50), growing="diabetes",
-            growth=(100, 250), growth_sizes=(25, 35, 50, 70, 100, 140, 200), recipe=Recipe(epochs=50), seeds=2,
+            growth=(100, 250), growth_sizes=(25, 35, 50, 70, 100, 140, 200), seeds=2,
+            recipe=TrainingSettings(epochs=50),
         )  # fmt: skip
 
     @classmethod

@@ -17,8 +17,8 @@ from experiments.uci import read_split
 from lapwing import metrics
 from lapwing.data.batches import Data
 from lapwing.demo import diabetes
-from lapwing.demo.regression import Table
-from lapwing.demo.training import Recipe, trained
+from lapwing.demo.regression import SplitTable
+from lapwing.demo.training import TrainingSettings, trained
 from lapwing.errors import DataError
 from lapwing.tangent import tangent_model
 from lapwing.tuners.linear_mode import LinearMode, ModeSolver
@@ -26,7 +26,7 @@ from lapwing.tuners.linear_mode import LinearMode, ModeSolver
 Scores = dict[str, float]
 
 
-def read(name: str, folder: Path, repeat: int) -> Table:
+def read(name: str, folder: Path, repeat: int) -> SplitTable:
     """Read one split of a table: "diabetes" is that of scikit-learn, others are uci_NAME.npz in the folder."""
     if name == "diabetes":
         return diabetes.split(diabetes.Diabetes(), repeat)[0]
@@ -52,9 +52,9 @@ class Task:
     seconds: float
 
     @classmethod
-    def of(cls, table: Table, rows: int, recipe: Recipe, seed: int) -> Task:
+    def of(cls, table: SplitTable, rows: int, recipe: TrainingSettings, seed: int) -> Task:
         """Train on the first rows of a table, and fit the exact posterior."""
-        table = Table(table.x_train[:rows], table.y_train[:rows], table.x_test, table.y_test)
+        table = SplitTable(table.x_train[:rows], table.y_train[:rows], table.x_test, table.y_test)
         x, y = table.training
         model = trained(x, y, 1, recipe, seed)
         few = len(x) < sum(p.numel() for p in model.parameters())

@@ -24,7 +24,7 @@ from experiments.data import data_folder
 from experiments.options import Progress, add_data_dir, add_quick, add_seeds, chosen, positive, silent
 from experiments.repeats import mean_scores
 from experiments.uci import SETS as UCI
-from lapwing.demo.result import Report, Result, Row, plain
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
 
 CLASS_PAIRS = (("evidence", "plain"), ("default", "plain"), ("validation", "plain"), ("validation", "temperature"))
 REAL_PAIRS = (
@@ -49,10 +49,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_quick(parser, "two tasks on data that ship with scikit-learn, with short training")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     if arguments.join:
-        return Report(arguments.out / "calibration.json", (joined(arguments.join),))
+        return ExperimentReport(arguments.out / "calibration.json", (joined(arguments.join),))
     settings = Calibration(
         data_dir=None if arguments.quick or arguments.methods else data_folder(arguments.data_dir),
         tasks=_tasks_chosen(arguments),
@@ -67,7 +67,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         short=arguments.quick,
         seed=arguments.seed,
     )
-    return Report(arguments.out / "calibration.json", (run(settings, progress),))
+    return ExperimentReport(arguments.out / "calibration.json", (run(settings, progress),))
 
 
 def _tasks_chosen(arguments: argparse.Namespace) -> tuple[str, ...]:

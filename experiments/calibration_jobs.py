@@ -19,7 +19,7 @@ from experiments.engine.seeds import parted
 from experiments.options import Progress
 from experiments.uci import SETS as UCI
 from experiments.uci import read_split, splits_in
-from lapwing.demo.training import Recipe, batches, trained
+from lapwing.demo.training import TrainingSettings, batches, trained
 from lapwing.methods.base import Method
 from lapwing.registry import METHODS
 
@@ -204,7 +204,7 @@ def regress(path: Path, number: int, activation: str, epochs: int, validation: i
     table = read_split(path, number)
     x, y = table.training
     test = (table.scale_x(table.x_test), table.scale_y(table.y_test).unsqueeze(1))
-    recipe = Recipe(activation=activation, epochs=epochs, max_steps=10**9)
+    recipe = TrainingSettings(activation=activation, epochs=epochs, max_steps=10**9)
     held = min(validation, len(x) // 5)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(number))
     rows, left_out = order[held:], order[:held]

@@ -14,7 +14,7 @@ from sklearn import datasets
 from torch import Tensor, nn
 
 from experiments.data import Images
-from lapwing.demo.training import Recipe, optimise
+from lapwing.demo.training import TrainingSettings, optimise
 
 Pair = tuple[Tensor, Tensor]
 QUICK = ("noisy digits, MLP, unregularised", "breast cancer, MLP, overtrained")  # tasks to try the experiment out
@@ -141,9 +141,9 @@ NETWORKS: dict[str, Callable[[Split], nn.Module]] = {
     "words": words_mlp,
 }
 RECIPES = {
-    "regularised": Recipe(epochs=40, batch_size=64, learning_rate=2e-3, weight_decay=3e-3),
-    "unregularised": Recipe(epochs=40, batch_size=64, learning_rate=2e-3, weight_decay=0.0),
-    "overtrained": Recipe(epochs=150, batch_size=64, learning_rate=2e-3, weight_decay=0.0, max_steps=12_000),
+    "regularised": TrainingSettings(epochs=40, batch_size=64, learning_rate=2e-3, weight_decay=3e-3),
+    "unregularised": TrainingSettings(epochs=40, batch_size=64, learning_rate=2e-3, weight_decay=0.0),
+    "overtrained": TrainingSettings(epochs=150, batch_size=64, learning_rate=2e-3, weight_decay=0.0, max_steps=12_000),
 }
 
 

@@ -24,7 +24,7 @@ from experiments.engine.contract import Record
 from experiments.options import Progress, add_data_dir, positive, silent
 from experiments.repeats import mean_scores, spread_scores
 from experiments.resnets import DEPTHS, TRAINED_ON, cifar10, cropped, pretrained
-from lapwing.demo.result import Report, Result, Row, plain
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
 from lapwing.demo.training import batches
 
 BATCH = 250
@@ -85,13 +85,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     settings = Cifar(
         data_folder(arguments.data_dir), tuple(arguments.depths), arguments.data, arguments.validation,
         arguments.splits, arguments.corrected, arguments.device, arguments.seed,
     )  # fmt: skip
-    return Report(arguments.out / "cifar.json", (run(settings, progress),))
+    return ExperimentReport(arguments.out / "cifar.json", (run(settings, progress),))
 
 
 def run(settings: Cifar, progress: Progress = silent) -> Result:

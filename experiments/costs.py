@@ -23,10 +23,10 @@ from experiments.engine.contract import Record
 from experiments.engine.store import Stored
 from experiments.options import Progress, chosen
 from experiments.uci import read_split
-from lapwing.demo.training import Recipe, batches, optimise, trained
+from lapwing.demo.training import TrainingSettings, batches, optimise, trained
 from lapwing.errors import LapwingError
 
-TABLE = Recipe(hidden=(50, 50), epochs=100, max_steps=4000)
+TABLE = TrainingSettings(hidden=(50, 50), epochs=100, max_steps=4000)
 DROPOUT = 0.05  # of the network for MC dropout, which is trained with it
 MEMBERS = 4  # networks that an ensemble has beside the first
 SUBNETWORK = 1000  # weights with the largest gradients, at most; and at most a tenth of all
@@ -69,7 +69,7 @@ def _table(name: str, folder: Path | None, seed: int) -> Trained:
     split = Split((x[rest], y[rest]), (x[held_out], y[held_out]), test)
 
     def another(seed: int, dropout: bool) -> nn.Module:
-        recipe = Recipe(**{**vars(TABLE), "dropout": DROPOUT if dropout else 0.0})
+        recipe = TrainingSettings(**{**vars(TABLE), "dropout": DROPOUT if dropout else 0.0})
         return trained(*split.train, 1, recipe, seed)
 
     return Trained(split, another(seed, False), another)

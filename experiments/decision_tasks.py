@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lapwing as lw
 from experiments.data import data_folder
-from lapwing.demo.training import Recipe, mlp, trained
+from lapwing.demo.training import TrainingSettings, mlp, trained
 from lapwing.errors import DataError, LapwingError
 
 Rows = tuple[Tensor, Tensor]  # inputs and targets
@@ -74,7 +74,7 @@ def _images(name: str, folder: Path | None) -> Rows:
     return torch.from_numpy(x).flatten(1).double() / 255, torch.from_numpy(y).long()
 
 
-def simulated(name: str, folder: Path | None, most: int, recipe: Recipe, seed: int) -> Simulated:
+def simulated(name: str, folder: Path | None, most: int, recipe: TrainingSettings, seed: int) -> Simulated:
     """Train a network on at most half of the rows, fit its posterior, and return it with other rows.
 
     A name may have a suffix: "kin8nm, thin" trains on few rows with a large first input, so that knowledge varies over
@@ -110,7 +110,7 @@ def simulated(name: str, folder: Path | None, most: int, recipe: Recipe, seed: i
     return Simulated(posterior, x[rest], y[rest])
 
 
-def _with_noise(x: Tensor, y: Tensor, recipe: Recipe, seed: int) -> lw.Fitted:
+def _with_noise(x: Tensor, y: Tensor, recipe: TrainingSettings, seed: int) -> lw.Fitted:
     """Return the posterior of a network with a mean and a log-variance for every input."""
     model, likelihood = mlp(x.shape[1], 2, recipe, seed).to(x), lw.HeteroscedasticGaussian()
     steps = recipe.epochs * -(-len(x) // recipe.batch_size)
@@ -119,7 +119,12 @@ def _with_noise(x: Tensor, y: Tensor, recipe: Recipe, seed: int) -> lw.Fitted:
 
 
 def minimise(
-    model: torch.nn.Module, steps: int, recipe: Recipe, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, seed: int
+    model: torch.nn.Module,
+    steps: int,
+    recipe: TrainingSettings,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    seed: int,
 ) -> None:
     """Train a model in place by Adam, with a learning rate that falls to zero; leave it in evaluation mode."""
     optimiser = torch.optim.Adam(model.parameters(), recipe.learning_rate, weight_decay=recipe.weight_decay)

@@ -17,7 +17,7 @@ from experiments.options import Progress
 from lapwing.decisions.abstaining import tested
 from lapwing.decisions.conformal import class_scores, conformal_quantile, number_scale, row_shares
 from lapwing.decisions.strange import SCORES, Detector, scores_of
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 from lapwing.errors import LapwingError
 
 WIDE = ("kin8nm", "power", "concrete", "energy", "wine", "protein")
@@ -51,7 +51,7 @@ class Decisions:
     wrong: float = 0.1  # share of the pool whose errors are above the tolerance, for numbers
     rate: float = 0.05
     rows: int = 1000  # to train on at most
-    recipe: Recipe = Recipe(hidden=(50,), epochs=60)
+    recipe: TrainingSettings = TrainingSettings(hidden=(50,), epochs=60)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,7 +64,9 @@ class Decisions:
     @classmethod
     def quick(cls) -> Decisions:
         """Return two data sets that need no folder."""
-        return cls(sets=("digits", "waves, noise"), seeds=1, draws=200, recipe=Recipe(hidden=(50,), epochs=20))
+        return cls(
+            sets=("digits", "waves, noise"), seeds=1, draws=200, recipe=TrainingSettings(hidden=(50,), epochs=20)
+        )
 
     @classmethod
     def full(cls) -> Decisions:

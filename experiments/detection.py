@@ -13,13 +13,13 @@ import lapwing as lw
 from lapwing import metrics
 from lapwing.decisions.strange import BASE, SCALED, SCORES
 from lapwing.demo.digits import shuffled
-from lapwing.demo.training import Recipe, batches, optimise, trained
+from lapwing.demo.training import TrainingSettings, batches, optimise, trained
 from lapwing.errors import LapwingError
 
 FAR = 10.0  # standard deviations of inputs far from all data
 RATE = 0.05  # of false alarms at which found inputs are counted
-MLP = Recipe(hidden=(64, 64), activation="relu", epochs=60, learning_rate=1e-3, weight_decay=1e-4)
-TABLE = Recipe(hidden=(50,), epochs=60)
+MLP = TrainingSettings(hidden=(64, 64), activation="relu", epochs=60, learning_rate=1e-3, weight_decay=1e-4)
+TABLE = TrainingSettings(hidden=(50,), epochs=60)
 LEFT_OUT = {"digits": 3, "wine": 1, "points": 1}  # the last classes, on which no network is trained
 
 

@@ -20,8 +20,8 @@ from experiments.options import Progress, add_large_data, positive, silent
 from experiments.pinned import PROBIT
 from experiments.repeats import mean_scores, spread_scores
 from lapwing import metrics
-from lapwing.demo.result import Report, Result, Row, plain
-from lapwing.demo.training import Recipe, mlp, optimise
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
+from lapwing.demo.training import TrainingSettings, mlp, optimise
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=positive, default=60)
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     settings = Fashion(
         data_dir=data_folder(arguments.data_dir),
@@ -86,7 +86,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         device=arguments.device,
         seed=arguments.seed,
     )
-    return Report(arguments.out / "fashion.json", (run(settings, progress),))
+    return ExperimentReport(arguments.out / "fashion.json", (run(settings, progress),))
 
 
 def run(settings: Fashion, progress: Progress = silent) -> Result:
@@ -133,8 +133,8 @@ def _trained(x: Tensor, y: Tensor, precision: float, settings: Fashion, seed: in
     return model
 
 
-def _recipe(settings: Fashion) -> Recipe:
-    return Recipe(
+def _recipe(settings: Fashion) -> TrainingSettings:
+    return TrainingSettings(
         settings.hidden, "relu", settings.epochs, 10**9, settings.batch_size, settings.learning_rate, weight_decay=0.0
     )
 

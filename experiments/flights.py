@@ -21,9 +21,9 @@ from experiments.options import Progress, add_large_data, chosen, silent
 from experiments.pinned import EVIDENCE, as_fitted
 from experiments.repeats import mean_scores, spread_scores
 from experiments.uci import tempered
-from lapwing.demo.regression import Table, predict, scores
-from lapwing.demo.result import Report, Result, Row, plain
-from lapwing.demo.training import Batches, Recipe, batches, trained
+from lapwing.demo.regression import SplitTable, predict, scores
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
+from lapwing.demo.training import Batches, TrainingSettings, batches, trained
 from lapwing.errors import DataError
 
 Options = Callable[[nn.Module, Batches], dict[str, Any]]  # network and held-out batches -> arguments of lw.fit
@@ -61,7 +61,7 @@ class Flights:
 
     data_dir: Path
     methods: tuple[str, ...] = tuple(METHODS)
-    recipe: Recipe = Recipe((200, 200), "tanh", 10, 10**9, 500, 3e-3, 1e-5)
+    recipe: TrainingSettings = TrainingSettings((200, 200), "tanh", 10, 10**9, 500, 3e-3, 1e-5)
     data: int | None = 100_000
     test: int = 20_000
     seeds: int = 3
@@ -98,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="methods to compare; all by default")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     settings = Flights(
         data_dir=data_folder(arguments.data_dir),
@@ -108,7 +108,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         device=arguments.device,
         seed=arguments.seed,
     )
-    return Report(arguments.out / "flights.json", (run(settings, progress),))
+    return ExperimentReport(arguments.out / "flights.json", (run(settings, progress),))
 
 
 def run(settings: Flights, progress: Progress = silent) -> Result:
@@ -135,7 +135,7 @@ def run(settings: Flights, progress: Progress = silent) -> Result:
     return Result("flights", plain(settings), settings.seed, rows, seconds)
 
 
-def _read(settings: Flights, seed: int) -> Table:
+def _read(settings: Flights, seed: int) -> SplitTable:
     """Read a random part of the training rows, and the first test rows."""
     path = settings.data_dir / "flights_nyc13.npz"
     if not path.exists():
@@ -150,4 +150,4 @@ def _read(settings: Flights, seed: int) -> Table:
     train = rest.nonzero().squeeze(1)[order]
     device = torch.device(settings.device)
     test = test[: settings.test]
-    return Table(x[train].to(device), y[train].to(device), x[test].to(device), y[test].to(device))
+    return SplitTable(x[train].to(device), y[train].to(device), x[test].to(device), y[test].to(device))

@@ -23,8 +23,8 @@ from experiments.image_task import Beliefs, Pair, Task, best_temperature, scaled
 from experiments.options import Progress, add_large_data, chosen, positive, silent
 from experiments.pinned import EVIDENCE, PROBIT, as_fitted
 from experiments.repeats import mean_scores, spread_scores
-from lapwing.demo.result import Report, Result, Row, plain
-from lapwing.demo.training import Recipe, mlp, optimise
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
+from lapwing.demo.training import TrainingSettings, mlp, optimise
 from lapwing.errors import DataError
 
 PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-2, 13))
@@ -47,7 +47,7 @@ class ImageTable:
 
     data_dir: Path = Path()
     network: str = "mlp"
-    recipe: Recipe = Recipe((200, 200), "tanh", 20, 10**9, 128, 1e-3, 1e-4)
+    recipe: TrainingSettings = TrainingSettings((200, 200), "tanh", 20, 10**9, 128, 1e-3, 1e-4)
     methods: tuple[str, ...] = ()
     inducing: int = 100
     landmarks: int = 2000
@@ -97,7 +97,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--test", type=positive, help="number of test images")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     settings = ImageTable(
         data_dir=data_folder(arguments.data_dir),
@@ -110,7 +110,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         device=arguments.device,
         seed=arguments.seed,
     )
-    return Report(arguments.out / f"images_{arguments.network}.json", (run(settings, progress),))
+    return ExperimentReport(arguments.out / f"images_{arguments.network}.json", (run(settings, progress),))
 
 
 def run(settings: ImageTable, progress: Progress = silent) -> Result:

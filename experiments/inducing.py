@@ -25,8 +25,8 @@ from experiments.inducing_task import RECIPE, SEED, SMALL, Task, divergence, lan
 from experiments.options import Progress, add_data_dir, add_quick, silent
 from experiments.repeats import mean_scores
 from lapwing import metrics
-from lapwing.demo.result import Report, Result, Row, plain
-from lapwing.demo.training import Recipe, trained
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
+from lapwing.demo.training import TrainingSettings, trained
 from lapwing.errors import DataError
 
 STARTS, OPTIMISERS = ("greedy", "kmeans", "random"), ("none", "lbfgs", "adam")
@@ -49,7 +49,7 @@ class Inducing:
     version: ClassVar[int] = 2  # other numbers of points are stored
 
     data_dir: Path
-    recipe: Recipe = RECIPE
+    recipe: TrainingSettings = RECIPE
     points: int = 20
     margin: float = 5.0
     grid: int = 200
@@ -94,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(seed=SEED)
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given, and that on functions with jumps and kinks."""
     settings = Inducing(data_folder(arguments.data_dir), seed=arguments.seed)
     targets = inducing_targets.Targets(seed=arguments.seed)
@@ -103,7 +103,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         targets = replace(inducing_targets.Targets.quick(), seed=arguments.seed)
     results = run(settings, progress), inducing_targets.run(targets, progress)
     pictures = {"inducing.png": picture, "inducing_targets.png": targets_picture}
-    return Report(arguments.out / "inducing.json", results, pictures)
+    return ExperimentReport(arguments.out / "inducing.json", results, pictures)
 
 
 @dataclass(frozen=True, eq=False)

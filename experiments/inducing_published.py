@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.inducing_task import Task
 from experiments.options import Progress
-from lapwing.demo.training import ACTIVATIONS, Recipe
+from lapwing.demo.training import ACTIVATIONS, TrainingSettings
 from lapwing.linalg.dense import kmeans
 from lapwing.methods.inducing.points import Anchors
 from lapwing.priors.filters import prior_kernel
 
 
-def trained_as_published(x: Tensor, y: Tensor, recipe: Recipe, seed: int) -> nn.Sequential:
+def trained_as_published(x: Tensor, y: Tensor, recipe: TrainingSettings, seed: int) -> nn.Sequential:
     """Train with the random numbers of the published demonstration, which the seed alone does not determine.
 
     Weights are drawn in float64, and batches come from a DataLoader that continues with the same global generator.

@@ -17,7 +17,7 @@ from experiments.inducing_task import RECIPE, SEED, SMALL, Task, divergence
 from experiments.options import Progress, silent
 from lapwing import metrics
 from lapwing.demo.result import Result, Row, plain
-from lapwing.demo.training import Recipe, trained
+from lapwing.demo.training import TrainingSettings, trained
 
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "step": lambda x: (x > 0).to(x),
@@ -39,7 +39,7 @@ class Targets:
     title: ClassVar[str] = "functions of one input with jumps and kinks: inducing points against the exact posterior"
     choosing: ClassVar[tuple[str, ...]] = ("activations",)
 
-    recipe: Recipe = RECIPE
+    recipe: TrainingSettings = RECIPE
     activations: tuple[str, ...] = ("tanh", "relu")
     data: int = 200
     test: int = 2000

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.data.batches import Data
 from lapwing.data.streams import Pool
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 from lapwing.runtime.threads import derived_generator
 
-RECIPE = Recipe(
+RECIPE = TrainingSettings(
     epochs=10**9, max_steps=12_000, batch_size=100, learning_rate=1e-3, weight_decay=0.0, falling=False
 )  # as in the published demonstration of VaLLA
 SMALL = replace(RECIPE, hidden=(10,), max_steps=100)  # to try an experiment out

@@ -22,7 +22,7 @@ from experiments.language_data import Batch, inputs_of
 from experiments.language_models import now, passes
 from experiments.language_task import ADAPTERS, SCRATCH, Language, Task, from_scratch, with_adapters
 from experiments.options import Progress, add_data_dir, chosen, positive, silent
-from lapwing.demo.result import Report, Result, Row, plain
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
 from lapwing.methods.base import Method
 
 NETWORKS = {"classes": SCRATCH, "adapters": ADAPTERS}  # by the names of parts
@@ -88,7 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the parts of the experiment with the options given."""
     default, parts = Language(data_folder(arguments.data_dir)), chosen(arguments.parts, PARTS, "--parts")
     settings = Language(
@@ -104,7 +104,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
     )
     results = [run(settings, progress)] if settings.networks else []
     results += [language_tokens.run(settings, progress)] if "words" in parts else []
-    return Report(arguments.out / "language.json", tuple(results))
+    return ExperimentReport(arguments.out / "language.json", tuple(results))
 
 
 def run(settings: Language, progress: Progress = silent) -> Result:

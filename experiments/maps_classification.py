@@ -20,7 +20,7 @@ from experiments.maps_methods import RECIPE, SAMPLED, Choices, Maps
 from experiments.maps_picture import draw_map, panels, save_with_title, square
 from experiments.options import Progress
 from lapwing import metrics
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 
 WIDTH = 2.2  # of the picture, in units of the largest distance of a datum from zero
 Drawn = tuple[Tensor, Tensor]  # inputs (N, 2), float64, and classes (N,)
@@ -73,7 +73,7 @@ class Classes:
     title: ClassVar[str] = "2-D classification maps: moons, blobs, separable classes, every method, tanh and ReLU"
     choosing: ClassVar[tuple[str, ...]] = ("tasks", "activations", "seeds")
 
-    recipe: Recipe = DECAYED
+    recipe: TrainingSettings = DECAYED
     choices: Choices = Choices()
     tasks: tuple[str, ...] = tuple(TASKS)
     activations: tuple[str, ...] = ("tanh", "relu")

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from experiments.pinned import EVIDENCE
-from lapwing.demo.training import Recipe, trained
+from lapwing.demo.training import TrainingSettings, trained
 
 SAMPLED = "sampled network"
 RULES = ("variance", "curvature")  # a subnetwork has the weights with the largest; both from the diagonal posterior
-RECIPE = Recipe(epochs=10**6, max_steps=2000, batch_size=128)
+RECIPE = TrainingSettings(epochs=10**6, max_steps=2000, batch_size=128)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Maps:
     x: Tensor
     y: Tensor
     outputs: int
-    recipe: Recipe
+    recipe: TrainingSettings
     choices: Choices
     seed: int
 

@@ -19,7 +19,7 @@ from experiments.maps_methods import RECIPE, SAMPLED, Choices, Maps
 from experiments.maps_picture import draw_band, draw_points, panels, save_with_legend
 from experiments.options import Progress
 from lapwing import metrics
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 from lapwing.predictives.numbers import NormalPredictive
 
 CLUSTERS = ((-1.0, -0.7), (0.5, 1.0))  # and the curve below: as in Foong et al. 2019
@@ -35,7 +35,7 @@ class Between:
     title: ClassVar[str] = "1-D in-between uncertainty: every method on two clusters of data, tanh and ReLU"
     choosing: ClassVar[tuple[str, ...]] = ("activations", "seeds")
 
-    recipe: Recipe = RECIPE
+    recipe: TrainingSettings = RECIPE
     choices: Choices = Choices()
     activations: tuple[str, ...] = ("tanh", "relu")
     data: int = 100

@@ -23,8 +23,8 @@ from experiments.pinned import PROBIT
 from experiments.repeats import mean_scores, spread_scores
 from lapwing import metrics
 from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
-from lapwing.demo.result import Report, Result, Row, plain
-from lapwing.demo.training import Batches, Recipe, batches, optimise
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
+from lapwing.demo.training import Batches, TrainingSettings, batches, optimise
 
 PRIORS: dict[str, Callable[[], Any]] = {
     "one precision": lambda: lw.isotropic(1.0),
@@ -100,7 +100,9 @@ class Normalised:
     data_dir: Path
     networks: tuple[str, ...] = tuple(NETWORKS)
     priors: tuple[str, ...] = ("one precision", "per normalised group")
-    recipe: Recipe = Recipe(epochs=20, batch_size=256, learning_rate=2e-3, weight_decay=0.0, max_steps=10**9)
+    recipe: TrainingSettings = TrainingSettings(
+        epochs=20, batch_size=256, learning_rate=2e-3, weight_decay=0.0, max_steps=10**9
+    )
     data: int | None = 5_000
     snapshots: tuple[int, ...] = (1, 3, 8, 20)
     method: str = "kron"
@@ -136,7 +138,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=positive, default=20)
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     settings = Normalised(
         data_dir=data_folder(arguments.data_dir),
@@ -147,7 +149,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         device=arguments.device,
         seed=arguments.seed,
     )
-    return Report(arguments.out / "normalised.json", (run(settings, progress),), {"normalised.png": picture})
+    return ExperimentReport(arguments.out / "normalised.json", (run(settings, progress),), {"normalised.png": picture})
 
 
 def run(settings: Normalised, progress: Progress = silent) -> Result:

@@ -16,7 +16,7 @@ import lapwing as lw
 from experiments.engine.contract import Record
 from experiments.options import Progress
 from lapwing import metrics
-from lapwing.demo.training import Recipe, optimise
+from lapwing.demo.training import TrainingSettings, optimise
 
 NORMS: dict[str, Callable[[int], nn.Module] | None] = {
     "no norm": None,
@@ -78,7 +78,7 @@ class Norms:
         seed, group = int(number), f"{task}, {norm}"
         train, test = self._data(task, seed)
         model = self._network(train[0].shape[1], 10 if task == "digits" else 1, NORMS[norm], seed)
-        recipe = Recipe(epochs=self.epochs, batch_size=32, weight_decay=0.0)
+        recipe = TrainingSettings(epochs=self.epochs, batch_size=32, weight_decay=0.0)
         optimise(model, *train, recipe, seed)
         options: dict[str, Any] = {
             "likelihood": "classification" if task == "digits" else "regression",

@@ -24,7 +24,7 @@ from experiments.pinned import PROBIT
 from experiments.repeats import mean_scores, spread_scores
 from lapwing import metrics
 from lapwing.data.batches import Data
-from lapwing.demo.result import Report, Result, Row, plain
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
 from lapwing.demo.training import best_seconds
 from lapwing.methods.hfl.hfl import PushedWeights, ResponsePosterior, averaged, fitted_scale, random_forces
 from lapwing.methods.hfl.response import Responder
@@ -87,12 +87,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_quick(parser, "few weights and images")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     settings = PushedImages(data_folder(arguments.data_dir), seeds=arguments.seeds, seed=arguments.seed)
     if arguments.quick:
         settings = replace(PushedImages.quick(), data_dir=settings.data_dir, seeds=settings.seeds, seed=settings.seed)
-    return Report(arguments.out / "pushed.json", (run(settings, progress),))
+    return ExperimentReport(arguments.out / "pushed.json", (run(settings, progress),))
 
 
 def run(settings: PushedImages, progress: Progress = silent) -> Result:

@@ -20,8 +20,8 @@ from experiments.response_picture import picture
 from experiments.response_sensitivity import cost, fine_tuned, strengths
 from experiments.response_tables import table_rows, table_scores
 from experiments.response_task import Problem, ResponseTask, interval_scores, made
-from lapwing.demo.result import Report, Result, Row, plain
-from lapwing.demo.training import Recipe, mlp, optimise
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
+from lapwing.demo.training import TrainingSettings, mlp, optimise
 
 Belief = Callable[[Tensor], tuple[Tensor, Tensor]]  # new inputs -> mean and epistemic variance of f, (B,) each
 
@@ -33,13 +33,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_quick(parser, "few seeds and steps")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     settings = ResponseTask(data_dir=arguments.data_dir, seeds=arguments.seeds, seed=arguments.seed)
     if arguments.quick:
         short = ResponseTask.quick()
         settings = replace(settings, seeds=1, steps=short.steps, members=short.members, epochs=short.epochs, new=50)
-    return Report(arguments.out / "response.json", (run(settings, progress),), {"response.png": picture})
+    return ExperimentReport(arguments.out / "response.json", (run(settings, progress),), {"response.png": picture})
 
 
 def run(settings: ResponseTask, progress: Progress = silent) -> Result:
@@ -137,7 +137,7 @@ def _methods(problem: Problem) -> dict[str, Callable[[], Belief]]:
 
 def _with_dropout(problem: Problem) -> nn.Module:
     """Train the same network with a dropout of one tenth."""
-    layers = list(mlp(1, 1, Recipe((problem.settings.hidden,)), problem.seed).double())
+    layers = list(mlp(1, 1, TrainingSettings((problem.settings.hidden,)), problem.seed).double())
     return _by_adam(problem, nn.Sequential(layers[0], layers[1], nn.Dropout(0.1), layers[2]), problem.seed)
 
 
@@ -145,7 +145,7 @@ def _by_adam(problem: Problem, model: nn.Module, seed: int) -> nn.Module:
     """Train the model in place by Adam with the same penalty, for a fixed number of epochs, and return it."""
     settings = problem.settings
     decay = settings.precision * settings.noise_std**2 / len(problem.x)
-    recipe = Recipe(
+    recipe = TrainingSettings(
         (settings.hidden,), epochs=settings.epochs, batch_size=len(problem.x), learning_rate=1e-2, weight_decay=decay
     )
     optimise(model, problem.x, problem.y, recipe, seed)

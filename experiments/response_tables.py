@@ -16,9 +16,9 @@ from experiments.minimum import exact_variance, minimised, rank_correlation, squ
 from experiments.pinned import EVIDENCE
 from experiments.repeats import mean_scores
 from experiments.response_task import KINDS, ResponseTask, interval_scores
-from lapwing.demo.regression import Table
+from lapwing.demo.regression import SplitTable
 from lapwing.demo.result import Row
-from lapwing.demo.training import Recipe, mlp, optimise
+from lapwing.demo.training import TrainingSettings, mlp, optimise
 from lapwing.errors import LapwingError
 from lapwing.methods.hfl.hfl import ResponsePosterior
 
@@ -53,15 +53,15 @@ def table_scores(name: str, kind: str, split: int, settings: ResponseTask) -> di
     return _scores(_read(path, KINDS[kind], split), settings, split)
 
 
-def _read(path: Path, prefix: str, split: int) -> Table:
+def _read(path: Path, prefix: str, split: int) -> SplitTable:
     """Read the training rows of a split and its first hundred test rows."""
     with np.load(path, allow_pickle=False) as file:
         x, y = (torch.from_numpy(file[key].astype(np.float64)) for key in ("X", "y"))
         train, test = (torch.from_numpy(file[f"{prefix}{part}_{split}"].astype(np.int64)) for part in ("train", "test"))
-    return Table(x[train], y[train].reshape(-1), x[test][:100], y[test].reshape(-1)[:100])
+    return SplitTable(x[train], y[train].reshape(-1), x[test][:100], y[test].reshape(-1)[:100])
 
 
-def _scores(table: Table, settings: ResponseTask, seed: int) -> dict[str, dict[str, float]]:
+def _scores(table: SplitTable, settings: ResponseTask, seed: int) -> dict[str, dict[str, float]]:
     """Return interval scores of every method, and how its variances compare with those of the exact Hessian.
 
     "error" is the median relative error of the variances; for HFL the largest.
@@ -88,8 +88,8 @@ def _scores(table: Table, settings: ResponseTask, seed: int) -> dict[str, dict[s
 
 def _fitted_network(x: Tensor, y: Tensor, settings: ResponseTask, seed: int) -> tuple[nn.Module, float, float]:
     """Train a network, choose precision and noise by the evidence, and return it at the minimum under them."""
-    start = mlp(x.shape[1], 1, Recipe((settings.hidden,)), seed).double()
-    optimise(start, x, y, Recipe((settings.hidden,), epochs=60, batch_size=64), seed)
+    start = mlp(x.shape[1], 1, TrainingSettings((settings.hidden,)), seed).double()
+    optimise(start, x, y, TrainingSettings((settings.hidden,), epochs=60, batch_size=64), seed)
     posterior = lw.fit(start, [(x, y)], "regression", method=lw.Full(), tuner=EVIDENCE, progress=False)
     precision, noise = float(posterior.prior.values), float(posterior.likelihood.dispersion)
     return minimised(start, x, squared_error(y, noise), precision), precision, noise

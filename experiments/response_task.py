@@ -18,7 +18,7 @@ from experiments.minimum import minimised, squared_error
 from experiments.options import Progress
 from lapwing import metrics
 from lapwing.demo.figures import NORMAL_95
-from lapwing.demo.training import Recipe, mlp
+from lapwing.demo.training import TrainingSettings, mlp
 from lapwing.methods.hfl.hfl import ResponsePosterior
 
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -131,7 +131,7 @@ def made(task: str, settings: ResponseTask, seed: int) -> Problem:
     x[1::2] *= -1
     noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
     y = TARGETS[task](x) + settings.noise_std * noise
-    model = mlp(1, 1, Recipe((settings.hidden,)), seed).double()
+    model = mlp(1, 1, TrainingSettings((settings.hidden,)), seed).double()
     problem = Problem(model, x, y, settings, TARGETS[task], seed)
     return replace(problem, model=minimised(model, x, squared_error(y, settings.noise_std**2), settings.precision))
 

@@ -21,8 +21,8 @@ from experiments.engine.seeds import records_of
 from experiments.options import Progress, add_quick
 from lapwing.data.batches import Data
 from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
-from lapwing.demo.result import Report, Result, Row, plain
-from lapwing.demo.training import Recipe, batches, trained
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
+from lapwing.demo.training import TrainingSettings, batches, trained
 from lapwing.linalg.operators import MatrixDesign, forward_product, located_parts
 from lapwing.linalg.stochastic import Perturbed
 from lapwing.networks.network import Network
@@ -45,7 +45,9 @@ class Sampling:
     name: ClassVar[str] = "sampling"
     title: ClassVar[str] = "digits: noise of the gradients of samples, and γ from one sample"
 
-    recipe: Recipe = Recipe(hidden=(16, 16), epochs=3000, batch_size=120, learning_rate=1e-2, weight_decay=1 / 120)
+    recipe: TrainingSettings = TrainingSettings(
+        hidden=(16, 16), epochs=3000, batch_size=120, learning_rate=1e-2, weight_decay=1 / 120
+    )
     data: int = 120
     precisions: tuple[float, ...] = GRID
     draws: int = 2048
@@ -131,12 +133,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_quick(parser, "train for a short time, few samples")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     settings = Sampling(seed=arguments.seed)
     if arguments.quick:
         settings = replace(Sampling.quick(), seed=arguments.seed)
-    return Report(arguments.out / "sampling.json", (run(settings),), {"sampling.png": picture})
+    return ExperimentReport(arguments.out / "sampling.json", (run(settings),), {"sampling.png": picture})
 
 
 def run(settings: Sampling) -> Result:

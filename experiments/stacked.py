@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from lapwing.demo.training import Recipe, mlp
+from lapwing.demo.training import TrainingSettings, mlp
 
 MOMENTUM, SQUARES, TINY = 0.9, 0.999, 1e-8  # of Adam
 NEW = 0.01  # weight of a batch in the running mean of squared residuals
@@ -127,7 +127,7 @@ def trained_stack(
         The networks in float64, in evaluation mode.
     """
     rates = [0.0] * plain + [settings.dropout] * dropping
-    recipes = [Recipe(hidden=settings.hidden, dropout=rate) for rate in rates]
+    recipes = [TrainingSettings(hidden=settings.hidden, dropout=rate) for rate in rates]
     networks = [mlp(x.shape[1], 1, recipe, 1000 * seed + k) for k, recipe in enumerate(recipes)]
     stack = Stack.of(networks)
     _descend(stack, x.float(), y.float(), settings, seed, dropping)

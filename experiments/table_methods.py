@@ -19,7 +19,7 @@ from experiments.pinned import EVIDENCE
 from experiments.stacked import StackedTraining, trained_stack
 from lapwing import metrics
 from lapwing.demo.figures import NORMAL_95
-from lapwing.demo.regression import Table
+from lapwing.demo.regression import SplitTable
 from lapwing.errors import CalibrationWarning, DivergedError, LapwingError
 
 JOINT = lw.tuners.MaximiseEvidence(noise=True)
@@ -60,7 +60,7 @@ class Belief:
             functions = posterior.functions(x)
         return cls(functions.mean[:, 0], functions.variance[:, 0], noise)
 
-    def scores(self, table: Table) -> dict[str, float]:
+    def scores(self, table: SplitTable) -> dict[str, float]:
         """Return the scores in the units of the table. The predictive is normal, with the sum of both variances."""
         units, y = table.scale_y, table.y_test
         mean = self.mean * units.std + units.mean
@@ -81,7 +81,7 @@ class Task:
     ``inflation`` is the noise variance over the mean squared residual of the first network.
     """
 
-    table: Table
+    table: SplitTable
     training: StackedTraining
     sizes: Sizes
     model: nn.Sequential
@@ -94,7 +94,7 @@ class Task:
     seed: int
 
     @classmethod
-    def trained(cls, table: Table, training: StackedTraining, sizes: Sizes, seed: int, members: int) -> Task:
+    def trained(cls, table: SplitTable, training: StackedTraining, sizes: Sizes, seed: int, members: int) -> Task:
         """Train ``members`` networks and one with dropout, and fit the exact posterior of the first."""
         x, y = table.training
         start = time.perf_counter()

@@ -17,9 +17,9 @@ from experiments.data import data_folder
 from experiments.options import Progress, add_data_dir, chosen, positive, silent
 from experiments.pinned import EVIDENCE, as_fitted
 from experiments.repeats import mean_scores
-from lapwing.demo.regression import Table, predict, scores
-from lapwing.demo.result import Report, Result, Row, plain
-from lapwing.demo.training import Batches, Recipe, batches, best_seconds, epoch_seconds, trained
+from lapwing.demo.regression import SplitTable, predict, scores
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
+from lapwing.demo.training import Batches, TrainingSettings, batches, best_seconds, epoch_seconds, trained
 from lapwing.errors import DataError
 
 SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "wine", "yacht")
@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "VaLLA, alpha 1": {"method": lw.VaLLA(50, alpha=1.0), "tuner": as_fitted},
     "FMGP": {"method": lw.FMGP(50)},
     "MC dropout": {"method": lw.baselines.MCDropout(64)},
-    "SWAG": {"method": lw.baselines.SWAG(weight_decay=Recipe().weight_decay)},
+    "SWAG": {"method": lw.baselines.SWAG(weight_decay=TrainingSettings().weight_decay)},
 }
 USUAL = ("plain", "default", "per layer", "joint noise", "full")
 DROPOUT = 0.05  # of the network for MC dropout, which is trained with it
@@ -54,7 +54,7 @@ class Uci:
     sets: tuple[str, ...] = SETS
     splits: int = 3
     variants: tuple[str, ...] = USUAL
-    recipe: Recipe = Recipe()
+    recipe: TrainingSettings = TrainingSettings()
     seed: int = 0
 
 
@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="variants to compare; five of them by default")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     settings = Uci(
         data_dir=data_folder(arguments.data_dir),
@@ -75,7 +75,7 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         variants=chosen(arguments.variants or USUAL, tuple(VARIANTS), "--variants"),
         seed=arguments.seed,
     )
-    return Report(arguments.out / "uci.json", (run(settings, progress),))
+    return ExperimentReport(arguments.out / "uci.json", (run(settings, progress),))
 
 
 def run(settings: Uci, progress: Progress = silent) -> Result:
@@ -160,7 +160,9 @@ def tempered(model: nn.Module, held_out: Batches) -> lw.Gaussian:
     return lw.Gaussian(noise_std=float(residuals.square().mean().sqrt()))
 
 
-def _scored(model: nn.Module, data: Batches, table: Table, options: dict[str, Any], epoch: float) -> dict[str, float]:
+def _scored(
+    model: nn.Module, data: Batches, table: SplitTable, options: dict[str, Any], epoch: float
+) -> dict[str, float]:
     taken, fitted = best_seconds(lambda: lw.fit(model, data, progress=False, **options), repeats=1)
     return {**scores(predict(fitted, table), table.y_test), "fit / epoch": taken / epoch}
 
@@ -174,7 +176,7 @@ def splits_in(path: Path) -> int:
     return max(count, 1)  # a file without splits raises when its first one is read
 
 
-def read_split(path: Path, split: int, kind: str = "standard") -> Table:
+def read_split(path: Path, split: int, kind: str = "standard") -> SplitTable:
     """Read the rows ``train_N`` and ``test_N`` of a table with the keys X and y, or those of a "gap" split.
 
     A gap split has the keys ``gap_train_N`` and ``gap_test_N``: its test rows are the middle third along input N.
@@ -190,4 +192,4 @@ def read_split(path: Path, split: int, kind: str = "standard") -> Table:
         x, y = (torch.from_numpy(file[key].astype(np.float64)) for key in ("X", "y"))
         train, test = (torch.from_numpy(file[key].astype(np.int64)) for key in (train_key, test_key))
     y = y.reshape(-1)
-    return Table(x[train], y[train], x[test], y[test])
+    return SplitTable(x[train], y[train], x[test], y[test])

@@ -25,8 +25,8 @@ from experiments.own_tables import OwnTable, own_tables
 from experiments.repeats import mean_scores
 from experiments.uci import read_split
 from lapwing.demo.regression import crps
-from lapwing.demo.result import Report, Result, Row, plain
-from lapwing.demo.training import Recipe, batches, mlp, optimise
+from lapwing.demo.result import ExperimentReport, Result, Row, plain
+from lapwing.demo.training import TrainingSettings, batches, mlp, optimise
 
 NETWORKS: dict[str, dict[str, Any]] = {
     "tanh": {"activation": "tanh"}, "ReLU": {"activation": "relu"},
@@ -68,13 +68,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--short", action="store_true", help="two epochs of training; to try the command out")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Run the experiment with the options given."""
     settings = Widths(
         data_folder(arguments.data_dir), arguments.networks, arguments.rows, gap_dir=arguments.gap_dir,
         short=arguments.short, seed=arguments.seed,
     )  # fmt: skip
-    return Report(arguments.out / "widths.json", (run(settings, progress),))
+    return ExperimentReport(arguments.out / "widths.json", (run(settings, progress),))
 
 
 def run(settings: Widths, progress: Progress = silent) -> Result:
@@ -140,7 +140,7 @@ def _scored(
 ) -> Scores:  # fmt: skip
     """Train one network, fit every row to it, and score all on the test rows."""
     given = {**TRAININGS[training], **NETWORKS[network], **({"epochs": 2} if settings.short else {})}
-    recipe = Recipe(batch_size=32, learning_rate=1e-3, max_steps=10**9, falling=False, **given)
+    recipe = TrainingSettings(batch_size=32, learning_rate=1e-3, max_steps=10**9, falling=False, **given)
     start = time.process_time()
     train, model = (
         _stopped_early(*train, recipe, seed) if training == "early" else (train, _trained(*train, recipe, seed))
@@ -176,13 +176,15 @@ def _scored(
     return scores
 
 
-def _trained(x: Tensor, y: Tensor, recipe: Recipe, seed: int) -> nn.Module:
+def _trained(x: Tensor, y: Tensor, recipe: TrainingSettings, seed: int) -> nn.Module:
     model = mlp(x.shape[1], 1, recipe, seed)
     optimise(model, x, y, recipe, seed)
     return model
 
 
-def _stopped_early(x: Tensor, y: Tensor, recipe: Recipe, seed: int) -> tuple[tuple[Tensor, Tensor], nn.Module]:
+def _stopped_early(
+    x: Tensor, y: Tensor, recipe: TrainingSettings, seed: int
+) -> tuple[tuple[Tensor, Tensor], nn.Module]:
     """Return the rows that were trained on, and the network of the epoch with the lowest error on the others."""
     model, held = mlp(x.shape[1], 1, recipe, seed), len(x) // 6
     best: list[Any] = [float("inf"), None]

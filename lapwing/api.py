@@ -51,7 +51,7 @@ from lapwing.runtime.settings import GENERATOR, NONE, PATH, Rule
 from lapwing.runtime.threads import Stream, independent_generator, shows_inner_progress, shows_progress, uniform
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
-from lapwing.training.state import Epoch, State
+from lapwing.training.state import Epoch, TrainingState
 from lapwing.tuners.base import FollowsEvidence, MaximiseEvidence, Tuner, applied, checked_tuner, start_near_optimum
 from lapwing.tuners.fixed_point import SampleEM
 from lapwing.tuners.held_out_data import tuned_on, validated, with_findings
@@ -405,7 +405,7 @@ def train(
     weights: Weights | str | None = None,
     target_key: str | None = None,
     output: str | int | tuple[str | int, ...] | None = None,
-    resume: State | str | Path | None = None,
+    resume: TrainingState | str | Path | None = None,
     checkpoint: str | Path | None = None,
     progress: bool | None = None,
     process_group: Any = None,
@@ -446,7 +446,7 @@ def train(
     torch.Size([3, 1])
     """
     (PATH | NONE).check("checkpoint", checkpoint)
-    (Rule("the state of a run", lambda v: isinstance(v, State)) | PATH | NONE).check("resume", resume)
+    (Rule("the state of a run", lambda v: isinstance(v, TrainingState)) | PATH | NONE).check("resume", resume)
     device, processes = device_of(model), Processes.of(process_group)
     shown = shows_progress(progress) and processes.writes
     dtype = arithmetic_of(model)
@@ -479,7 +479,7 @@ class Trained:
     model: nn.Module
     posterior: Fitted
     history: tuple[Epoch, ...]
-    state: State
+    state: TrainingState
 
 
 @outside_autocast

@@ -272,7 +272,7 @@ class Waves(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class FrequencyDraw:
     """Frequencies, the variance of the function before the data, and the log evidence of both."""
 
     frequencies: Tensor  # (H, d)
@@ -325,14 +325,14 @@ def surrogate(
     return LapwingModel(posterior, scaling, standard)
 
 
-def candidate(x: Tensor, y: Tensor, noise_std: float, generator: torch.Generator | None) -> Candidate:
+def candidate(x: Tensor, y: Tensor, noise_std: float, generator: torch.Generator | None) -> FrequencyDraw:
     """Return the length scale and the variance with the largest evidence, for one draw of the frequencies.
 
     The evidence is that of linear regression on the features, N(y; 0, v K + φ), from the eigenvalues of K.
     """
     drawn = normal((UNITS, x.shape[1]), generator, x)
     variances = VARIANCES.to(x.device)
-    best: Candidate | None = None
+    best: FrequencyDraw | None = None
     for length in LENGTHS.tolist():
         frequencies = drawn / (length * 2 * x.shape[1] ** 0.5)
         values, vectors = eigh(_kernel(features(x, frequencies)))
@@ -341,7 +341,7 @@ def candidate(x: Tensor, y: Tensor, noise_std: float, generator: torch.Generator
         scores = -0.5 * (fits + y.shape[1] * (2 * math.pi * spread).log().sum(1))
         at = int(scores.argmax())
         if best is None or float(scores[at]) > best.log_evidence:
-            best = Candidate(frequencies, float(variances[at]), float(scores[at]))
+            best = FrequencyDraw(frequencies, float(variances[at]), float(scores[at]))
     assert best is not None
     return best
 
@@ -351,7 +351,7 @@ def features(x: Tensor, frequencies: Tensor) -> Tensor:
     return Waves()(x @ frequencies.mT)
 
 
-def trained(chosen: Candidate, x: Tensor, y: Tensor, noise_std: float) -> nn.Module:
+def trained(chosen: FrequencyDraw, x: Tensor, y: Tensor, noise_std: float) -> nn.Module:
     """Return the network whose linear layer is at the optimum of its regularised loss, in closed form."""
     phi, units = features(x, chosen.frequencies), len(chosen.frequencies)
     noise = noise_std**2 / chosen.variance * torch.eye(len(x), dtype=x.dtype, device=x.device)

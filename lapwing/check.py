@@ -52,7 +52,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """The result of ``check``; print it to read it."""
 
     weights: int
@@ -118,7 +118,7 @@ def check(
     auto: Auto | None = None,
     timed: bool | Sequence[str] = False,
     output: str | int | tuple[str | int, ...] | None = None,
-) -> Report:
+) -> CheckReport:
     """Report how Lapwing handles a model, the memory and time of each method, and the one to choose; fit nothing.
 
     Args:
@@ -178,7 +178,7 @@ def check(
         trials = Trials.of(problem, inputs, targets, workload)
         names = {type(METHODS[name]()).__name__ for name in to_time}
         costs = {name: trials.timed(methods[name], cost) if name in names else cost for name, cost in costs.items()}
-    return Report(
+    return CheckReport(
         workload.weights, _outputs(network), str(network.dtype).removeprefix("torch."), tuple(layers), costs,
         recommended(workload, device, Auto() if auto is None else auto, problem.likelihood.has_logits), workload,
         scale_free_groups(network, inputs), network.count(inputs),

@@ -25,7 +25,7 @@ from lapwing.posteriors.base import Posterior
 from lapwing.priors.base import Prior
 from lapwing.problem import Problem
 from lapwing.runtime.files import read, write
-from lapwing.runtime.state import UNLIMITED, Later, ListOf, MapOf, Part, Record, State, Text, Unread, Whole
+from lapwing.runtime.state import UNLIMITED, Later, ListOf, MapOf, PartOf, Record, State, Text, Unread, Whole
 
 FORMAT = "lapwing-posterior-4"
 PARTS = ("network", "likelihood", "prior", "posterior")
@@ -99,7 +99,7 @@ def _restored(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, A
     numbers = ListOf(UNLIMITED, "n")
     fields = state.read(
         method=Text(), why=Text(), modules=MapOf(Text()), settings=Later(MapOf(Text())),
-        **{name: Unread() for name in PARTS}, rows=Later(Part(KnownRows)),
+        **{name: Unread() for name in PARTS}, rows=Later(PartOf(KnownRows)),
         columns=Later(MapOf(ListOf(Text()))),
         fingerprint=Record(
             Fingerprint, names=ListOf(Text(), "n"), shapes=ListOf(ListOf(Whole()), "n"), marks=numbers, norms=numbers,
@@ -110,11 +110,11 @@ def _restored(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, A
     _refuse_other_model(replace(fields["fingerprint"], structure=modules), model)
     before = structure_of(model)
     _refuse_other_settings(fields.get("settings", {}), before)
-    network = Part(Network, model).checked(fields["network"], {})
+    network = PartOf(Network, model).checked(fields["network"], {})
     sizes = {"P": network.selection.size, "C": network.output_shape[-1]}
-    likelihood = Part(Likelihood).checked(fields["likelihood"], sizes)
-    prior = Part(Prior, network).checked(fields["prior"], sizes)
-    posterior = Part(Posterior, Problem(network, likelihood, prior)).checked(fields["posterior"], sizes)
+    likelihood = PartOf(Likelihood).checked(fields["likelihood"], sizes)
+    prior = PartOf(Prior, network).checked(fields["prior"], sizes)
+    posterior = PartOf(Posterior, Problem(network, likelihood, prior)).checked(fields["posterior"], sizes)
     about = About(**{name: fields[name] for name in ("method", "why", "rows", "columns") if name in fields})
     return posterior, Fingerprint.of(model, before), about
 

@@ -123,7 +123,7 @@ IGNORED = -100  # the label of data that do not count, as in nn.CrossEntropyLoss
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class AnswerProbabilities:
     """Probabilities and whether what they are about came true, (N,) each."""
 
     probability: Tensor
@@ -141,12 +141,12 @@ class Answers:
         return 1 - self.true if self.of_classes else ((self.probability > 0.5).double() - self.true).abs()
 
 
-def answers(prediction: Any, y: Any) -> Answers:
+def answers(prediction: Any, y: Any) -> AnswerProbabilities:
     """Return the probabilities of a prediction of labels, and what came true.
 
     Args:
         prediction: A predictive with ``probs``, or these: (B, C), also of tokens (B, T, C) and images (B, C, H, W), or
-            the probabilities (B,) of a binary label; or ``Answers``, which are returned as they are.
+            the probabilities (B,) of a binary label; or ``AnswerProbabilities``, which are returned as they are.
         y: Class numbers, or zeros and ones in the shape of the probabilities. Labels of -100 are left out.
 
     Raises:
@@ -157,7 +157,7 @@ def answers(prediction: Any, y: Any) -> Answers:
     >>> p.probability.tolist(), p.true.tolist()
     ([0.75, 0.5], [1.0, 0.0])
     """
-    if isinstance(prediction, Answers):
+    if isinstance(prediction, AnswerProbabilities):
         return prediction
     if isinstance(prediction, Residuals) or hasattr(prediction, "interval"):
         raise UnsupportedError(
@@ -178,10 +178,10 @@ def answers(prediction: Any, y: Any) -> Answers:
     _refuse_outside(y.flatten()[counts], 1 if binary else probs.shape[-1] - 1)
     if binary:
         probability, true = listed(probability=probs.flatten()[counts], true=y.flatten()[counts])
-        return Answers(probability, true, of_classes=False)
+        return AnswerProbabilities(probability, true, of_classes=False)
     top, guess = probs.flatten(0, -2)[counts].max(-1)
     probability, true = listed(probability=top, true=guess == y.flatten()[counts])
-    return Answers(probability, true, of_classes=True)
+    return AnswerProbabilities(probability, true, of_classes=True)
 
 
 def _refuse_outside(y: Tensor, most: int) -> None:
@@ -224,9 +224,13 @@ def separate(prediction: Any) -> Any:
     column = lambda numbers, name: numbers[:, prediction.columns.index(name)]
     both = {"plain network": prediction.plain_numbers, "posterior": prediction.posterior_numbers}
     if "probability" in prediction.columns:  # of binary labels: confidence in the guess would hide a bias
-        return {name: Answers(column(n, "probability"), column(n, "label"), False) for name, n in both.items()}
+        return {
+            name: AnswerProbabilities(column(n, "probability"), column(n, "label"), False) for name, n in both.items()
+        }
     if "confidence" in prediction.columns:
-        return {name: Answers(column(n, "confidence"), column(n, "correct"), True) for name, n in both.items()}
+        return {
+            name: AnswerProbabilities(column(n, "confidence"), column(n, "correct"), True) for name, n in both.items()
+        }
     return {name: Residuals(*(column(n, part) for part in ("pit", "std", "error"))) for name, n in both.items()}
 
 
@@ -241,7 +245,7 @@ class Reliability:
     count: tuple[int, ...]  # predictions in the bin
 
 
-def reliability_points(found: Answers, bins: int = 10) -> Reliability:
+def reliability_points(found: AnswerProbabilities, bins: int = 10) -> Reliability:
     """Return how often predictions came true, by bins of their probability, with Wilson intervals.
 
     Bins with less than one in 200 of the predictions are left out: their shares are mostly chance.
@@ -693,7 +697,7 @@ def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Any = Non
         prediction: A prediction of labels, ``posterior.predict(x)``, or probabilities (B, C); or a mapping of names to
             several, the plain network first; or ``posterior.evaluate(data)``, which has both.
         y: Labels, (B,); for binary labels zeros and ones in the shape of the probabilities. Not needed for an
-            evaluation, nor for ``Answers`` (``lapwing.plots``), which know what is right.
+            evaluation, nor for ``AnswerProbabilities`` (``lapwing.plots``), which know what is right.
         bins: The number of bins of equal width.
         ax: A Matplotlib axis to draw on; a new one if None.
 

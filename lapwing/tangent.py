@@ -23,7 +23,7 @@ from lapwing.data.processes import ALONE, Processes
 from lapwing.data.samples import Weighted
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.linalg.operators import Design, Part, back_product, forward_product, gram_product, refuse_asymmetric
+from lapwing.linalg.operators import Design, DesignRows, back_product, forward_product, gram_product, refuse_asymmetric
 from lapwing.networks.forward import outside_autocast
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
@@ -204,7 +204,7 @@ class NetworkDesign:
             squares.add(part.jacobians)
         return floored_by_layer(squares.diagonal(self.data.processes), self.network.selection)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[DesignRows]:
         """Yield the parts; one of several processes is made of a part of each, or of all its rows if there is one."""
         processes = self.data.processes
         if processes.group is None:

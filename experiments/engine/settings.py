@@ -35,8 +35,8 @@ def from_toml(cls: type[Settings], path: Path, options: Sequence[str] = ()) -> S
 def overridden(settings: Settings, options: Sequence[str]) -> Settings:
     """Return the settings with options ``key=value`` in place; a dotted key reaches into a nested dataclass.
 
-    >>> from lapwing.demo.training import Recipe
-    >>> overridden(Recipe(), ["epochs=7", "hidden=5,6"]).hidden
+    >>> from lapwing.demo.training import TrainingSettings
+    >>> overridden(TrainingSettings(), ["epochs=7", "hidden=5,6"]).hidden
     (5, 6)
     """
     for option in options:

@@ -10,7 +10,7 @@ from experiments.options import Progress, add_quick, positive
 from experiments.tomography import page, pictures
 from experiments.tomography.scanning import DesignSettings, designed, quick
 from experiments.tomography.study import Study, StudySettings
-from lapwing.demo.result import Report
+from lapwing.demo.result import ExperimentReport
 
 TINY: dict[str, Any] = {"steps": 20, "channels": 3, "size": 12}  # of the quick form
 
@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--channels", type=positive, help="width of a network")
 
 
-def command(arguments: argparse.Namespace, progress: Progress) -> Report:
+def command(arguments: argparse.Namespace, progress: Progress) -> ExperimentReport:
     """Reconstruct the phantom, and choose the next angles of one image."""
     changes = {**TINY} if arguments.quick else {}
     changes |= {name: getattr(arguments, name) for name in ("steps", "channels") if getattr(arguments, name)}
@@ -41,4 +41,4 @@ def command(arguments: argparse.Namespace, progress: Progress) -> Report:
         "tomography.png": pictures.reconstruction, "tomography_priors.png": pictures.prior_samples,
         "tomography_angles.png": pictures.design, "tomography.html": lambda _, path: page.write(results, path),
     }  # fmt: skip
-    return Report(arguments.out / "tomography.json", results, drawn)
+    return ExperimentReport(arguments.out / "tomography.json", results, drawn)

@@ -25,7 +25,7 @@ from experiments.vision.networks import seeded
 from experiments.vision.predictions import Predict, in_parts, probabilities_of, scores_of, softmax_of
 from experiments.vision.rescaled import rescaled
 from experiments.vision.sets import ImageSet, Pair, read_set
-from lapwing.demo.training import Recipe, batches, optimise
+from lapwing.demo.training import TrainingSettings, batches, optimise
 
 if TYPE_CHECKING:
     from experiments.engine.store import Stored
@@ -218,7 +218,7 @@ class Run:
         settings = self.settings
         makers = SMALL if settings.small else ARCHITECTURES
         model = seeded(makers[self.name], self.seed).to(settings.device)
-        recipe = Recipe(
+        recipe = TrainingSettings(
             epochs=settings.epochs, batch_size=settings.batch_size, learning_rate=settings.rate, weight_decay=0.0,
             max_steps=10**9,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from lapwing.cli.options import Outcome, add_common
 from lapwing.errors import LapwingError, UnsupportedError
 
 if TYPE_CHECKING:
-    from lapwing.demo.result import Report
+    from lapwing.demo.result import ExperimentReport
 
 HELP = "run digits, diabetes and a curve with a gap, and write their tables, a picture and results.json"
 
@@ -39,7 +39,7 @@ def run(arguments: Namespace) -> Outcome:
         raise UnsupportedError(_missing(missing)) from missing
 
 
-def published(report: Report) -> Outcome:
+def published(report: ExperimentReport) -> Outcome:
     """Write the files of a report, and return its tables and their paths."""
     from lapwing.demo.result import table
 
@@ -49,7 +49,7 @@ def published(report: Report) -> Outcome:
     return Outcome("\n".join([*tables, *map(str, paths)]), {"results": results, "files": paths})
 
 
-def publish(program: str, work: Callable[[], Report]) -> int:
+def publish(program: str, work: Callable[[], ExperimentReport]) -> int:
     """Do the work, print its tables, write its files, print their paths, and return the exit status.
 
     The status is 1, with a message on stderr, if a package of the extra ``run`` is not installed, or on a

@@ -6,13 +6,15 @@ from lapwing.compat.laplace import Laplace
 from lapwing.compat.settings import (
     FunctionalApproximation,
     HessianStructure,
-    Likelihood,
+    LikelihoodName,
     LinkApprox,
     PredType,
     PriorStructure,
     SubsetOfWeights,
     TuningMethod,
 )
+
+Likelihood = LikelihoodName
 
 __all__ = [
     "Laplace", "FunctionalApproximation", "HessianStructure", "Likelihood", "LinkApprox", "PredType", "PriorStructure",

@@ -17,7 +17,7 @@ from lapwing.compat import settings as tuning
 from lapwing.compat.settings import (
     NUMBER_OR_TENSOR,
     HessianStructure,
-    Likelihood,
+    LikelihoodName,
     LinkApprox,
     PredType,
     Settings,
@@ -318,13 +318,13 @@ class Laplace(PosteriorNumbers):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: LikelihoodName | str,
         subset_of_weights: SubsetOfWeights | str = SubsetOfWeights.LAST_LAYER,
         hessian_structure: HessianStructure | str = HessianStructure.KRON,
         **settings: Any,
     ) -> None:
         self.model = model
-        self.likelihood = option("likelihood", likelihood, Likelihood)
+        self.likelihood = option("likelihood", likelihood, LikelihoodName)
         self._settings = Settings.given(settings)
         subset = option("subset_of_weights", subset_of_weights, SubsetOfWeights)
         self._structure = option("hessian_structure", hessian_structure, HessianStructure)

@@ -58,7 +58,7 @@ class FunctionalApproximation(str, Enum):
     VARIATIONAL = "variational"
 
 
-class Likelihood(str, Enum):
+class LikelihoodName(str, Enum):
     """How targets depend on outputs."""
 
     REGRESSION = "regression"
@@ -229,7 +229,7 @@ def weights_of(subset: str, settings: Settings) -> Weights:
 
 def likelihood_of(name: str, dispersion: Tensor) -> Any:
     """Return the native likelihood with σ² T, or T, as its dispersion."""
-    if name == Likelihood.REWARD_MODELING.value:
+    if name == LikelihoodName.REWARD_MODELING.value:
         raise UnsupportedError(
             "likelihood is 'reward_modeling'; expected 'classification' or 'regression'. Fit a model of the difference "
             'of two rewards with lw.fit(model, data, "binary").'
@@ -257,7 +257,7 @@ LOSS = Rule(
 
 
 @dataclass(frozen=True, eq=False)
-class Search:
+class SearchOptions:
     """The arguments of ``optimize_prior_precision`` besides ``pred_type`` and ``method``."""
 
     n_steps: int = 100
@@ -293,11 +293,11 @@ class Search:
 
 def optimised(la: Any, pred_type: str, method: Any, more: Mapping[str, Any]) -> Tensor:
     """Return the prior precision that a method of laplace-torch chooses; raise for arguments that do not exist."""
-    names = [field.name for field in fields(Search)]
+    names = [field.name for field in fields(SearchOptions)]
     for name in more:
         if name not in names:
             raise UnsupportedError(f"optimize_prior_precision() has no argument {name!r}.{nearest(name, names)}")
-    search = Search(**more)
+    search = SearchOptions(**more)
     if option("method", method, TuningMethod) == "marglik":
         return by_evidence(la, search)
     if search.val_loader is None:
@@ -305,7 +305,7 @@ def optimised(la: Any, pred_type: str, method: Any, more: Mapping[str, Any]) -> 
     return by_grid(la, search, pred_type)
 
 
-def by_evidence(la: Any, search: Search) -> Tensor:
+def by_evidence(la: Any, search: SearchOptions) -> Tensor:
     """Return the precision after ``n_steps`` steps of Adam on its logarithm, as laplace-torch takes them."""
     start = torch.as_tensor(search.init_prior_prec, dtype=torch.float64).reshape(-1)
     sizes = {"scalar": 1, "layerwise": la.n_layers, "diag": la.n_params}
@@ -321,7 +321,7 @@ def by_evidence(la: Any, search: Search) -> Tensor:
     return logs.detach().exp()
 
 
-def by_grid(la: Any, search: Search, pred_type: str) -> Tensor:
+def by_grid(la: Any, search: SearchOptions, pred_type: str) -> Tensor:
     """Return the precision of the grid with the lowest loss on the held-out data; the first of equal ones."""
     before, losses = la.prior_precision, []
     link = "mc" if pred_type == "nn" else search.link_approx

@@ -39,7 +39,7 @@ from lapwing.linalg.dense import (
     survives,
 )
 from lapwing.networks.jacobians import Block, BlockJacobian
-from lapwing.networks.last_layer import ClosedForm
+from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.priors.base import BlockPrior
 from lapwing.runtime.state import Array, State, saved, semidefinite
@@ -460,7 +460,7 @@ class BlockPrecision(Protocol):
 class BlockSum(Protocol):
     """The sum of the curvature of one block over a pass."""
 
-    def add(self, part: BlockJacobian | ClosedForm, first: bool, weights: Tensor | None = None) -> None:
+    def add(self, part: BlockJacobian | HeadGGN, first: bool, weights: Tensor | None = None) -> None:
         """Add one chunk of data, for a run of seeds; ``first`` says whether these data are new.
 
         The seeds have the weights of the samples in them; ``weights`` (B,) are for sums that have no seeds.
@@ -592,7 +592,7 @@ class DiagonalSum:
         self._squares = torch.zeros(block.form, dtype=torch.float64, device=network.device)
         self._dtype = network.dtype
 
-    def add(self, part: BlockJacobian | ClosedForm, first: bool, weights: Tensor | None = None) -> None:
+    def add(self, part: BlockJacobian | HeadGGN, first: bool, weights: Tensor | None = None) -> None:
         self._squares += part.squares().reshape(self._squares.shape)
 
     def settle(self, processes: Processes) -> None:
@@ -702,8 +702,8 @@ class FullSum:
     def __init__(self, block: Block, network: Network) -> None:
         self._gram = Gram(block.size, torch.float64, network.device)
 
-    def add(self, part: BlockJacobian | ClosedForm, first: bool, weights: Tensor | None = None) -> None:
-        assert not isinstance(part, ClosedForm), "the last linear layer is kept in factors"
+    def add(self, part: BlockJacobian | HeadGGN, first: bool, weights: Tensor | None = None) -> None:
+        assert not isinstance(part, HeadGGN), "the last linear layer is kept in factors"
         self._gram.add(part.whole().flatten(0, 1), exact=True)
 
     def settle(self, processes: Processes) -> None:

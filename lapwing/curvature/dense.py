@@ -21,7 +21,7 @@ from lapwing.linalg.dense import Gram, cholesky, eigh, eigvalsh, mirrored, not_d
 from lapwing.networks.forward import raw_output, recording, shaped
 from lapwing.networks.graph import read
 from lapwing.networks.jacobians import Block, LayerJacobians, near
-from lapwing.networks.last_layer import ClosedForm
+from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.passes import seed_by_seed, vjp
@@ -204,12 +204,12 @@ def full_curvature(sweep: Sweep, network: Network) -> FullCurvature:
     gram: Gram | None = None
     pairs: _PairSums | None = None
     for jacobians in sweep.runs(2 * size):
-        part = jacobians if isinstance(jacobians, ClosedForm) else single_map(jacobians)
+        part = jacobians if isinstance(jacobians, HeadGGN) else single_map(jacobians)
         if part is not None:
             pairs = pairs or _PairSums()
             pairs.add(part)
             continue
-        assert not isinstance(jacobians, ClosedForm)
+        assert not isinstance(jacobians, HeadGGN)
         gram = gram or Gram(size, torch.float64, network.device)
         for some in in_runs(jacobians, COPIES * size, network.device):
             gram.add(some.whole().flatten(0, 1), exact=True)
@@ -238,14 +238,14 @@ class _PairSums:
         self._weights: list[Tensor] = []
         self._strips: list[Tensor] = []  # (pairs, strip, d_in - start)
 
-    def add(self, part: LinearJacobian | ClosedForm) -> None:
+    def add(self, part: LinearJacobian | HeadGGN) -> None:
         a = part.a[0].flatten(0, 1).double()
-        d_out = part.diagonal.shape[-1] if isinstance(part, ClosedForm) else part.g.shape[-1]
+        d_out = part.diagonal.shape[-1] if isinstance(part, HeadGGN) else part.g.shape[-1]
         first, second = torch.triu_indices(d_out, d_out, device=a.device)
         most = fitting(self.ROWS, 3 * a.element_size() * d_out**2, a.device)
         for start in range(0, len(a), most):
             rows = slice(start, start + most)
-            if isinstance(part, ClosedForm):
+            if isinstance(part, HeadGGN):
                 weights = part.pairs(rows, first, second)
             else:
                 g = part.g[0, :, rows, 0].transpose(0, 1).double()  # (rows, K, d_out)

@@ -33,13 +33,13 @@ from lapwing.data.processes import Processes
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.dense import Axes, Basis, FullBasis, ThinBasis
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians, in_order
-from lapwing.networks.last_layer import ClosedForm
+from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.base import BlockPrior, BoundPrior
 from lapwing.runtime.settings import one_of, require_integer
-from lapwing.runtime.state import Array, Either, Field, Latest, Maybe, Part, State, orthonormal, saved, semidefinite
+from lapwing.runtime.state import Array, Either, Field, Latest, Maybe, PartOf, State, orthonormal, saved, semidefinite
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +253,7 @@ class BlockwiseCurvature:
     def from_state(cls, state: State, network: Network) -> BlockwiseCurvature:
         """Build the curvature; each block gets the network with the one block of the layout that it belongs to."""
         views = [replace(network, layout=(block,)) for block in network.layout]
-        blocks = state.read(**{str(i): Part(BlockCurvature, view) for i, view in enumerate(views)})
+        blocks = state.read(**{str(i): PartOf(BlockCurvature, view) for i, view in enumerate(views)})
         return cls(tuple(blocks.values()), network.layout, network.selection)
 
     def structures(self) -> list[str]:
@@ -326,7 +326,7 @@ class _KroneckerSum:
         self._reduce, self._inp, self._out = sharing == "reduce", factor(block.d_in), factor(block.d_out)
         self._rows = 0.0
 
-    def add(self, part: BlockJacobian | ClosedForm, first: bool, weights: Tensor | None = None) -> None:
+    def add(self, part: BlockJacobian | HeadGGN, first: bool, weights: Tensor | None = None) -> None:
         rows = part.kronecker_rows(self._reduce, weights)
         if not rows.number:  # the batch does not use the block
             return

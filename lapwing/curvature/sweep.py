@@ -31,12 +31,12 @@ from lapwing.likelihoods.base import (
     weighted_seeds,
 )
 from lapwing.networks.jacobians import BlockJacobian, LayerJacobians, in_order, temporary
-from lapwing.networks.last_layer import ClosedForm
+from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
 from lapwing.problem import Problem, Statistics, checked_targets
 from lapwing.runtime.settings import NONE, one_of, require_integer
-from lapwing.runtime.state import SMALLEST, Array, Part, State, saved
+from lapwing.runtime.state import SMALLEST, Array, PartOf, State, saved
 from lapwing.runtime.threads import numbered_generator
 
 CURVATURES = ("ggn", "fisher_mc", "empirical")
@@ -294,7 +294,7 @@ class Sweep:
                 yield tangent.jacobians(seeds)
             del tangent
 
-    def runs(self, width: int = 0) -> Iterator[LayerJacobians | ClosedForm]:
+    def runs(self, width: int = 0) -> Iterator[LayerJacobians | HeadGGN]:
         """Yield the Jacobians for sums of JᵀJ: where all seeds of a sample do not fit the byte budget, in runs of them.
 
         If the last layer is the only block and the seeds are not drawn, yield its closed form. ``width`` counts the
@@ -310,7 +310,7 @@ class Sweep:
                 yield tangent.jacobians(seeds)
             del tangent, head
 
-    def blocks(self) -> Iterator[tuple[int, BlockJacobian | ClosedForm, bool]]:
+    def blocks(self) -> Iterator[tuple[int, BlockJacobian | HeadGGN, bool]]:
         """Yield what the curvature of each block is a sum of: the number of the block, its Jacobian for a run of seeds,
         and whether this is the first run for these samples.
 
@@ -358,7 +358,7 @@ class Sweep:
         """Return the number of seeds for each sample."""
         return self.seeds.count(network.output_shape)
 
-    def _closed_form(self, tangent: Tangent, f: Tensor, targets: Tensor) -> tuple[int, ClosedForm] | None:
+    def _closed_form(self, tangent: Tangent, f: Tensor, targets: Tensor) -> tuple[int, HeadGGN] | None:
         assert isinstance(self.likelihood, HasHessian)
         hessian = weighted_hessian(self.likelihood.hessian(f, targets), self.weights)
         hessian = hessian if self.seeds.output is None else hessian.only(self.seeds.output)
@@ -455,7 +455,7 @@ class PerOutputCurvature:
     @classmethod
     def from_state(cls, state: State, network: Network) -> PerOutputCurvature:
         names = [str(i) for i in range(network.output_shape[-1])]
-        part = Part(MixableCurvature, network)
+        part = PartOf(MixableCurvature, network)
         fields = state.read(start=Array((len(names),), SMALLEST), **dict.fromkeys(names, part))
         parts = tuple(fields[name] for name in names)
         if len({type(each) for each in parts}) != 1:

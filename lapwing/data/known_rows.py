@@ -22,7 +22,7 @@ from torch import Tensor
 from lapwing.data.inputs import n_rows, placed
 from lapwing.data.processes import Processes
 from lapwing.errors import DataError
-from lapwing.runtime.state import Array, Maybe, Part, State, Whole, distinct, saved
+from lapwing.runtime.state import Array, Maybe, PartOf, State, Whole, distinct, saved
 
 TRAINING, VALIDATION = 2**16, 2**15  # rows of a sketch, of 8 bytes each
 INPUT_BITS, TARGET_BITS = 40, 22
@@ -238,7 +238,7 @@ class KnownRows:
     @classmethod
     def from_state(cls, state: State) -> KnownRows:
         """Build the rows again."""
-        return cls(**state.read(training=Maybe(Part(RowSketch)), validation=Maybe(Part(RowSketch))))
+        return cls(**state.read(training=Maybe(PartOf(RowSketch)), validation=Maybe(PartOf(RowSketch))))
 
 
 @dataclass(frozen=True)

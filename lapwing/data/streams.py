@@ -203,7 +203,7 @@ def shuffled(
             yield from block.passed(size, generator, data.device)
 
 
-def _blocks(data: Data, kept: int) -> Iterator[Block]:
+def _blocks(data: Data, kept: int) -> Iterator[BatchBlock]:
     """Yield runs of consecutive batches that fit together, of at most ``kept`` bytes; a list in memory has no limit."""
     listed = data.in_memory
     home = next((t.device for t in tensors_in(data.source)), data.device) if listed else data.device
@@ -216,12 +216,12 @@ def _blocks(data: Data, kept: int) -> Iterator[Block]:
         # Batches of another form are never joined: they start again.
         in_all = in_both(per_sample, flags) if len(per_sample) == len(flags) else flags
         if waiting and ((taken + more > kept and not listed) or not _fits(waiting[-1], batch, in_all)):
-            yield Block.of(waiting, per_sample, copied=taken <= kept)
+            yield BatchBlock.of(waiting, per_sample, copied=taken <= kept)
             waiting, taken = [], 0
         waiting.append(batch)
         taken += more
         per_sample = in_all
-    yield Block.of(waiting, per_sample, copied=taken <= kept)
+    yield BatchBlock.of(waiting, per_sample, copied=taken <= kept)
 
 
 def _fits(one: Batch, other: Batch, per_sample: tuple[bool, ...]) -> bool:
@@ -245,7 +245,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class BatchBlock:
     """Batches whose rows have consecutive numbers."""
 
     batches: list[Batch]
@@ -253,7 +253,7 @@ class Block:
     per_sample: tuple[bool, ...]
 
     @classmethod
-    def of(cls, batches: list[Batch], per_sample: tuple[bool, ...], copied: bool) -> Block:
+    def of(cls, batches: list[Batch], per_sample: tuple[bool, ...], copied: bool) -> BatchBlock:
         """Return a block of these batches, ``copied`` into one where they are small: gathering from many is slow."""
         if copied and len(batches) > 1:
             inputs, targets = [batch.inputs for batch in batches], tuple(batch.targets for batch in batches)

@@ -153,7 +153,7 @@ class Exact:
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class DrawnCovariance:
     """The same from drawn functions, without the matrix.
 
     Args:
@@ -187,7 +187,7 @@ def _by_functions(posterior: Any, inputs: Inputs, samples: int | None) -> Inform
         return _by_covariance(posterior, inputs)
     root = root_of(posterior, drawn.mean(0))
     steps = (drawn - drawn.mean(0)) / math.sqrt(len(drawn) - 1)
-    return Drawn(torch.einsum("bck,sbc->bks", root, steps))
+    return DrawnCovariance(torch.einsum("bck,sbc->bks", root, steps))
 
 
 def greedy_information(information: Information, n: int) -> Tensor:

@@ -69,7 +69,7 @@ GROUPS = Rule(
 Numbers = list[int] | None  # the group of each row; None without groups
 
 
-class Members:
+class RowGroups:
     """The groups of the rows of one pass, batch by batch.
 
     Args:
@@ -112,7 +112,7 @@ def grouped_rows(
 
     ``keys`` are those of ``rows_of``, which this extends.
     """
-    members, count = Members(groups), 0
+    members, count = RowGroups(groups), 0
 
     def placed(predictive: Any, batch: Labelled) -> Tensor:
         nonlocal count

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.data.inputs import Inputs
-from lapwing.decisions.collecting import Labelled, Members, Numbers, group_numbers, grouped_rows, input_batches
+from lapwing.decisions.collecting import Labelled, Numbers, RowGroups, group_numbers, grouped_rows, input_batches
 from lapwing.decisions.evaluation import warn_of_units
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.runtime.settings import PROBABILITY, integer, one_of
@@ -75,7 +75,7 @@ class Calibrated(Protocol):
             count = len(predictive.mean)
             yield predictive, self.limits(None if given is None else group_numbers(given, count), count)
             return
-        members = Members(given)
+        members = RowGroups(given)
         for batch in input_batches(self.posterior, x, None, False):
             predictive = self.posterior.predict(batch)
             count = len(predictive.mean)

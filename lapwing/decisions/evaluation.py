@@ -116,7 +116,7 @@ def scored(
         progress: As for ``predict``.
     """
     PROBABILITY.check("level", level)
-    gathered = {name: _Gathered() for name in posteriors}
+    gathered = {name: _EvaluationRows() for name in posteriors}
     first = next(iter(posteriors.values()))[0]
     for fitted, _ in posteriors.values():
         fitted._unchanged()
@@ -130,7 +130,7 @@ def scored(
     return {name: each.value(name) for name, each in gathered.items()}
 
 
-class _Gathered:
+class _EvaluationRows:
     """Numbers of the data of consecutive batches."""
 
     def __init__(self) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.demo.figures import INK, PLAIN
-from lapwing.demo.regression import Table, predict
+from lapwing.demo.regression import SplitTable, predict
 from lapwing.demo.result import Result, Row, plain
-from lapwing.demo.training import Recipe, batches, trained
+from lapwing.demo.training import TrainingSettings, batches, trained
 from lapwing.plots import fit_frame, shade
 
 
@@ -21,7 +21,7 @@ from lapwing.plots import fit_frame, shade
 class Bands:
     """Settings: noisy points on a curve, with none between -1 and 1."""
 
-    recipe: Recipe = Recipe(epochs=500)
+    recipe: TrainingSettings = TrainingSettings(epochs=500)
     data: int = 200
     noise_std: float = 0.3
     seed: int = 0
@@ -30,7 +30,7 @@ class Bands:
 def run(settings: Bands) -> Result:
     """Fit the curve and predict across the gap and beyond both ends.
 
-    >>> result = run(Bands(Recipe(hidden=(5,), epochs=3), data=20))
+    >>> result = run(Bands(TrainingSettings(hidden=(5,), epochs=3), data=20))
     >>> list(result.rows[0].scores)
     ['epistemic std at data', 'epistemic std in gap', 'noise std']
     """
@@ -41,7 +41,7 @@ def run(settings: Bands) -> Result:
     noise = torch.randn(settings.data, generator=generator, dtype=torch.float64)
     y = curve(x) + settings.noise_std * noise
     grid = torch.linspace(-4, 4, 401, dtype=torch.float64)
-    table = Table(x.unsqueeze(1), y, grid.unsqueeze(1), curve(grid))
+    table = SplitTable(x.unsqueeze(1), y, grid.unsqueeze(1), curve(grid))
     model = trained(*table.training, 1, settings.recipe, settings.seed)
     data = batches(*table.training, settings.recipe.batch_size)
     predicted = predict(lw.fit(model, data, "regression", method=lw.Full(), progress=False), table)

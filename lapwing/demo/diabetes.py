@@ -9,16 +9,16 @@ import torch
 from sklearn.datasets import load_diabetes
 from sklearn.model_selection import train_test_split
 
-from lapwing.demo.regression import Table, predict, scores
+from lapwing.demo.regression import SplitTable, predict, scores
 from lapwing.demo.result import Result, Row, mean_scores, plain
-from lapwing.demo.training import Recipe, batches, fits, trained
+from lapwing.demo.training import TrainingSettings, batches, fits, trained
 
 
 @dataclass(frozen=True)
 class Diabetes:
     """Settings: 442 patients, ten measurements each. Scores are means over ``repeats`` splits and networks."""
 
-    recipe: Recipe = Recipe(weight_decay=1e-3)
+    recipe: TrainingSettings = TrainingSettings(weight_decay=1e-3)
     test_share: float = 0.25
     validation_share: float = 0.2  # of the other rows
     repeats: int = 10
@@ -48,10 +48,10 @@ def run(settings: Diabetes) -> Result:
     return Result("diabetes", plain(settings), settings.seed, rows, seconds, arrays, (note,))
 
 
-def split(settings: Diabetes, seed: int) -> tuple[Table, tuple[torch.Tensor, torch.Tensor]]:
+def split(settings: Diabetes, seed: int) -> tuple[SplitTable, tuple[torch.Tensor, torch.Tensor]]:
     """Return rows for training and testing, and rows for validation."""
     x, y = load_diabetes(return_X_y=True)
     x, x_test, y, y_test = train_test_split(x, y, test_size=settings.test_share, random_state=seed)
     parts = (*train_test_split(x, y, test_size=settings.validation_share, random_state=seed), x_test, y_test)
     x_train, x_held, y_train, y_held, x_test, y_test = (torch.as_tensor(part, dtype=torch.float64) for part in parts)
-    return Table(x_train, y_train, x_test, y_test), (x_held, y_held)
+    return SplitTable(x_train, y_train, x_test, y_test), (x_held, y_held)

@@ -17,8 +17,8 @@ import lapwing as lw
 from lapwing import metrics
 from lapwing.decisions.strange import default_score, scores_of
 from lapwing.demo.result import Result, Row, mean_scores, plain
-from lapwing.demo.training import Recipe, batches, fits, trained
-from lapwing.plots import Answers, reliability
+from lapwing.demo.training import TrainingSettings, batches, fits, trained
+from lapwing.plots import AnswerProbabilities, reliability
 
 BINS = 10  # of the reliability diagrams
 
@@ -31,7 +31,9 @@ class Digits:
     data are split and a network is trained; scores are means over the repeats.
     """
 
-    recipe: Recipe = Recipe(hidden=(128, 128), activation="relu", learning_rate=1e-3, weight_decay=1e-4)
+    recipe: TrainingSettings = TrainingSettings(
+        hidden=(128, 128), activation="relu", learning_rate=1e-3, weight_decay=1e-4
+    )
     noise: float = 0.5
     test_share: float = 0.4
     validation: int = 200
@@ -102,7 +104,7 @@ def draw_reliability(axis: Any, result: Result, task: str, names: Sequence[str])
     drawn, title = {}, [f"{task}:"]
     for name in names:
         confidence, right = (torch.tensor(result.arrays[f"{task}/{name}/{key}"]) for key in ("confidence", "correct"))
-        drawn[name] = Answers(confidence, right, of_classes=True)
+        drawn[name] = AnswerProbabilities(confidence, right, of_classes=True)
         title.append(
             f"{name} {100 * float(confidence.mean()):.0f} % confident, {100 * float(right.mean()):.0f} % right"
         )

@@ -32,7 +32,7 @@ class Standardiser:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class SplitTable:
     """Training and test rows in their original units, in float64; the network is given standardised values.
 
     Float64, because on a table with almost no noise the precision spans more digits than float32 has.
@@ -61,7 +61,7 @@ class Table:
         return self.scale_x(x), self.scale_y(y).unsqueeze(1)
 
 
-def predict(fitted: lw.Fitted, table: Table) -> dict[str, Tensor]:
+def predict(fitted: lw.Fitted, table: SplitTable) -> dict[str, Tensor]:
     """Predict the test rows of a table by a posterior that was fitted to its standardised training rows.
 
     Returns mean, std, epistemic_std, the ends low and high of 95 % intervals, and the log-density and CRPS of the test

@@ -106,7 +106,7 @@ Picture = Callable[[Result, Path], None]
 
 
 @dataclass(frozen=True)
-class Report:
+class ExperimentReport:
     """Results, the JSON file for their numbers, and their pictures by file name: the first shows the first result."""
 
     path: Path

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from lapwing.demo import bands, diabetes, digits, overview
-from lapwing.demo.result import Report
+from lapwing.demo.result import ExperimentReport
 
 
-def run(out: Path, seed: int = 0, quick: bool = False) -> Report:
+def run(out: Path, seed: int = 0, quick: bool = False) -> ExperimentReport:
     """Run digits, diabetes and bands on one thread; ``quick`` trains each network once and for ten epochs only."""
     shorten = (lambda recipe: replace(recipe, epochs=10)) if quick else (lambda recipe: recipe)
     images, patients, curve = digits.Digits(seed=seed), diabetes.Diabetes(seed=seed), bands.Bands(seed=seed)
@@ -26,4 +26,4 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Report:
     finally:
         torch.set_num_threads(threads)
     pictures = {"overview.png": lambda result, path: overview.picture(result, of_bands, path)}
-    return Report(out / "results.json", (of_digits, of_diabetes, of_bands), pictures)
+    return ExperimentReport(out / "results.json", (of_digits, of_diabetes, of_bands), pictures)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingSettings:
     """Settings of a network and its training: Adam with L2 decay, and a learning rate that falls to zero by a cosine.
 
     Training ends after ``epochs`` or ``max_steps``, whichever comes first, and the learning rate reaches zero there.
@@ -44,7 +44,7 @@ class Recipe:
     batch_norm: bool = False  # before every activation
 
 
-def mlp(inputs: int, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
+def mlp(inputs: int, outputs: int, recipe: TrainingSettings, seed: int) -> nn.Sequential:
     """Return an untrained network. The global random state does not change."""
     sizes = (inputs, *recipe.hidden, outputs)
     layers: list[nn.Module] = []
@@ -70,7 +70,7 @@ def loss_of(y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda f, y: 0.5 * (f - y).square().sum(-1).mean()
 
 
-def trained(x: Tensor, y: Tensor, outputs: int, recipe: Recipe, seed: int) -> nn.Sequential:
+def trained(x: Tensor, y: Tensor, outputs: int, recipe: TrainingSettings, seed: int) -> nn.Sequential:
     """Return a network trained on the rows of x and y, in evaluation mode."""
     model = mlp(x.shape[1], outputs, recipe, seed).to(x)
     optimise(model, x, y, recipe, seed)
@@ -78,7 +78,12 @@ def trained(x: Tensor, y: Tensor, outputs: int, recipe: Recipe, seed: int) -> nn
 
 
 def optimise(
-    model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, seed: int, after: Callable[[int], None] = lambda epoch: None
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    recipe: TrainingSettings,
+    seed: int,
+    after: Callable[[int], None] = lambda epoch: None,
 ) -> None:
     """Train the model in place and leave it in evaluation mode.
 

@@ -236,7 +236,7 @@ SOLVED = 1e-6  # relative residual that solves with a Cholesky factor must reach
 
 
 @dataclass(frozen=True, eq=False)
-class Belief:
+class InverseBelief:
     """K_xx = J Σ Jᵀ, K_yy = A K_xx Aᵀ + σ² I, and what follows from them, by class matrices or by products alone."""
 
     problem: InverseProblem

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lapwing.data.inputs import Inputs, refuse_meta
 from lapwing.errors import DataError, DivergedError, UnsupportedError
-from lapwing.inverse.belief import Belief, ClassMatrices
-from lapwing.inverse.problem import InverseProblem, LinearOperator, Observation, Tangent, bound_prior
+from lapwing.inverse.belief import ClassMatrices, InverseBelief
+from lapwing.inverse.problem import ImageTangent, InverseProblem, LinearOperator, Observation, bound_prior
 from lapwing.linalg.krylov import RandomisedEigenpairs, random_signs
 from lapwing.linalg.operators import Solution
 from lapwing.networks.forward import outside_autocast, outside_inference
@@ -237,9 +237,9 @@ class InversePosterior:
     # What users ask.
 
     @cached_property
-    def belief(self) -> Belief:
+    def belief(self) -> InverseBelief:
         """The covariances behind the answers."""
-        return Belief(self.problem, self.noise_variance, self.classes, self.seed, self.pairs)
+        return InverseBelief(self.problem, self.noise_variance, self.classes, self.seed, self.pairs)
 
     @outside_autocast
     @outside_inference
@@ -475,7 +475,7 @@ def fit(
         NOISE.check("noise_std", noise_std)
     if tuner is not None:
         checked_tuner(tuner)
-    tangent = _wide(Tangent.build(model, x, weights))
+    tangent = _wide(ImageTangent.build(model, x, weights))
     bound = bound_prior(filter_gp(blocks=ONE) if prior is None else prior, tangent)
     observation = Observation.of(operator, tangent.size, tangent.f)
     measurements = _measurements(y, observation.rows, tangent.device)
@@ -494,7 +494,7 @@ def fit(
     return posterior.tuned(tuner) if tuner is not None or prior is None else posterior
 
 
-def _wide(tangent: Tangent) -> Tangent:
+def _wide(tangent: ImageTangent) -> ImageTangent:
     """Return the tangent model in float32 or float64: half precision has too few digits for covariances."""
     return tangent if tangent.dtype in (torch.float32, torch.float64) else tangent.to(torch.float32)
 
@@ -515,7 +515,7 @@ def _measurements(y: Any, rows: int, device: torch.device) -> Tensor:
     return y.detach().to(device, torch.float64)
 
 
-def _plan(solver: str, prior: ClassCovariance, observation: Observation, tangent: Tangent) -> tuple[bool, bool]:
+def _plan(solver: str, prior: ClassCovariance, observation: Observation, tangent: ImageTangent) -> tuple[bool, bool]:
     """Return whether to store class matrices, and whether those of the image too."""
     count, rows, size, device = len(prior.class_blocks), observation.rows, tangent.size, tangent.device
     allowed, needed = budget(device), 8 * count * rows**2

@@ -210,11 +210,11 @@ MOST = 512  # vectors in one chunk; more are no faster
 
 
 @dataclass(frozen=True, eq=False)
-class Tangent:
+class ImageTangent:
     """The model f(x) + J (θ - w̃) at one input x, where θ (P,) are the selected weights and f(x) is flat, (dx,).
 
     It has a copy of the model of its own, so that later changes of the model do not matter. Vectors are rows. Create
-    one with ``Tangent.build``.
+    one with ``ImageTangent.build``.
     """
 
     module: BatchCall
@@ -223,7 +223,7 @@ class Tangent:
     output: Tensor  # as the model returns it
 
     @classmethod
-    def build(cls, model: nn.Module, x: Inputs, weights: Weights | None) -> Tangent:
+    def build(cls, model: nn.Module, x: Inputs, weights: Weights | None) -> ImageTangent:
         """Look at the model with its input."""
         device = device_of(model)
         refuse_distributed(model)
@@ -236,13 +236,13 @@ class Tangent:
         _refuse_random(output, _output(module, inputs))
         return cls(module, inputs, selection, output)
 
-    def to(self, dtype: torch.dtype) -> Tangent:
+    def to(self, dtype: torch.dtype) -> ImageTangent:
         """Return the same model in another dtype; itself if it has that dtype."""
         if self.dtype == dtype:
             return self
         module = copy.deepcopy(self.module).to(dtype)
         inputs = map_tensors(self.x, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        return Tangent(module, inputs, self.selection, _output(module, inputs))
+        return ImageTangent(module, inputs, self.selection, _output(module, inputs))
 
     @property
     def f(self) -> Tensor:
@@ -443,7 +443,7 @@ PRIOR = Rule(
 class InverseProblem:
     """Measurements y = A (f + J (θ - w̃)) + noise with the prior θ ~ N(mean, Σ); everything but the noise."""
 
-    network: Tangent
+    network: ImageTangent
     observation: Observation
     prior: ClassCovariance
     residual: Tensor  # y - A f(x), (dy,), float64
@@ -451,7 +451,7 @@ class InverseProblem:
     prior_residual: Tensor  # y - A h(mean) = residual + A J (w̃ - mean), (dy,), float64
 
     @classmethod
-    def of(cls, network: Tangent, observation: Observation, prior: ClassCovariance, y: Tensor) -> InverseProblem:
+    def of(cls, network: ImageTangent, observation: Observation, prior: ClassCovariance, y: Tensor) -> InverseProblem:
         """Return the problem of measurements y (dy,) in float64."""
         residual = y - observation.forward(network.f.double()[None])[0]
         theta = network.theta().double()
@@ -553,7 +553,7 @@ def _filters(parameter: Tensor) -> int:
     return parameter.shape[0] if parameter.ndim else 1
 
 
-def bound_prior(given: Any, tangent: Tangent) -> ClassCovariance:
+def bound_prior(given: Any, tangent: ImageTangent) -> ClassCovariance:
     """Return the prior of the selected weights; raise unless its covariance has a few classes."""
     PRIOR.check("prior", given)
     given = given if isinstance(given, Prior) else Isotropic(given)

@@ -121,7 +121,7 @@ class Solution:
         )
 
 
-class Part(Protocol):
+class DesignRows(Protocol):
     """Consecutive rows of a design matrix X. Vectors are rows."""
 
     @property
@@ -159,7 +159,7 @@ class Design(Protocol):
         """Whether every pass computes the parts again, so that they cannot be visited in another order."""
         ...
 
-    def __iter__(self) -> Iterator[Part]: ...
+    def __iter__(self) -> Iterator[DesignRows]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +194,7 @@ class MatrixDesign:
     def like(self) -> Tensor:
         return self.matrix[:0, 0]
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[DesignRows]:
         for x in self.matrix.split(self.part):
             yield OperatorPart(len(x), partial(_times, matrix=x.mT), partial(_times, matrix=x))
 
@@ -238,7 +238,7 @@ class OperatorDesign:
             like=Rule("a tensor", lambda v: isinstance(v, Tensor), DataError),
         )
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[DesignRows]:
         yield OperatorPart(self.rows, lambda v: self.forward(v.to(self.like)), lambda u: self.back(u.to(self.like)))
 
 
@@ -271,10 +271,10 @@ class ScaledDesign(DerivedDesign):
 
     factor: Tensor
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[DesignRows]:
         return (self._scaled(part) for part in self.design)
 
-    def _scaled(self, part: Part) -> Part:
+    def _scaled(self, part: DesignRows) -> DesignRows:
         return OperatorPart(part.rows, lambda v: part.forward(v * self.factor), lambda u: part.back(u) * self.factor)
 
 
@@ -284,7 +284,7 @@ class DeflatedDesign(DerivedDesign):
 
     vectors: Tensor
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[DesignRows]:
         return (self._deflated(part) for part in self.design)
 
     def outside(self, v: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ class DeflatedDesign(DerivedDesign):
         v = v.double()
         return v - (v @ self.vectors.mT) @ self.vectors
 
-    def _deflated(self, part: Part) -> Part:
+    def _deflated(self, part: DesignRows) -> DesignRows:
         return OperatorPart(part.rows, part.forward, lambda u: self.outside(part.back(u)))
 
 
@@ -317,7 +317,7 @@ def back_product(design: Design, u: Tensor) -> Tensor:
     return total
 
 
-def located_parts(design: Design) -> Iterator[tuple[Part, slice]]:
+def located_parts(design: Design) -> Iterator[tuple[DesignRows, slice]]:
     """Yield the parts of one pass, each with the slice of rows that it covers."""
     start = 0
     for part in design:

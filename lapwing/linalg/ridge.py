@@ -38,10 +38,10 @@ from lapwing.linalg.krylov import (
 from lapwing.linalg.operators import (
     DerivedDesign,
     Design,
+    DesignRows,
     MatrixDesign,
     OperatorDesign,
     OperatorPart,
-    Part,
     ScaledDesign,
     Solution,
     back_product,
@@ -212,11 +212,11 @@ class WhitenedDesign(DerivedDesign):
     def size(self) -> int:
         return self.design.size if self.prior is None else self.prior.size
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[DesignRows]:
         for part, rows in located_parts(self.design):
             yield self._whitened(part, slice(rows.start // self.outputs, rows.stop // self.outputs))
 
-    def _whitened(self, part: Part, data: slice) -> Part:
+    def _whitened(self, part: DesignRows, data: slice) -> DesignRows:
         prior, noise = self.prior, self.noise
 
         def forward(v: Tensor) -> Tensor:
@@ -254,10 +254,10 @@ class SharedDesign(DerivedDesign):
     def rows(self) -> int:
         return self.outputs * self.design.rows
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[DesignRows]:
         return (self._shared(part) for part in self.design)
 
-    def _shared(self, part: Part) -> Part:
+    def _shared(self, part: DesignRows) -> DesignRows:
         def forward(v: Tensor) -> Tensor:
             images = part.forward(v.reshape(len(v) * self.outputs, self.design.size))
             return images.reshape(len(v), self.outputs, part.rows).mT.flatten(1)

@@ -32,7 +32,7 @@ from lapwing.linalg.operators import (
     TINY,
     DeflatedDesign,
     Design,
-    Part,
+    DesignRows,
     Solution,
     back_product,
     gram_product,
@@ -149,11 +149,11 @@ class Perturbed:
         """√s ζ + Xᵀ ε (K, P), by one pass over the design."""
         return self.shift**0.5 * self.zeta.double() + back_product(self.design, self.eps)
 
-    def objective(self, name: str) -> Objective:
+    def objective(self, name: str) -> RidgeObjective:
         """Return the objective with this name, "reduced" or "classic"."""
         if name == "reduced":
-            return Objective(None, self.rhs, self.shift)
-        return Objective(self.eps, self.shift**0.5 * self.zeta.double(), self.shift)
+            return RidgeObjective(None, self.rhs, self.shift)
+        return RidgeObjective(self.eps, self.shift**0.5 * self.zeta.double(), self.shift)
 
     def solution(self, z: Tensor, iterations: int, tolerance: float) -> Solution:
         """Return z as a solution with its residuals, computed by one product."""
@@ -162,7 +162,7 @@ class Perturbed:
 
 
 @dataclass(frozen=True, eq=False)
-class Objective:
+class RidgeObjective:
     """The function ½ |X z - target|² + ½ s |z|² - z · pull, for every row z.
 
     ``target`` (K, rows) is the noise in the data term, zero if None. ``pull`` (K, P) is the noise in the regulariser,
@@ -173,12 +173,12 @@ class Objective:
     pull: Tensor
     shift: float
 
-    def data_gradient(self, z: Tensor, part: Part, rows: slice) -> Tensor:
+    def data_gradient(self, z: Tensor, part: DesignRows, rows: slice) -> Tensor:
         """Return the gradient (K, P) of the data term of one part."""
         outputs = part.forward(z)
         return part.back(outputs if self.target is None else outputs - self.target[:, rows]).double()
 
-    def estimate(self, z: Tensor, part: Part, rows: slice, count: int) -> Tensor:
+    def estimate(self, z: Tensor, part: DesignRows, rows: slice, count: int) -> Tensor:
         """Estimate the gradient (K, P) from one of ``count`` parts; the mean over all parts is the gradient."""
         return count * self.data_gradient(z, part, rows) + (self.shift * z - self.pull)
 
@@ -341,7 +341,7 @@ class Passes:
     """The parts of a design with their rows, for repeated passes; in random order unless the design is streamed."""
 
     design: Design
-    parts: tuple[tuple[Part, slice], ...] | None  # None if the design is streamed
+    parts: tuple[tuple[DesignRows, slice], ...] | None  # None if the design is streamed
     count: int
 
     @classmethod
@@ -352,7 +352,7 @@ class Passes:
         parts = tuple(located_parts(design))
         return cls(design, parts, len(parts))
 
-    def shuffled(self, epochs: int, generator: torch.Generator | None) -> Iterator[tuple[Part, slice]]:
+    def shuffled(self, epochs: int, generator: torch.Generator | None) -> Iterator[tuple[DesignRows, slice]]:
         """Yield the parts of several passes; every part comes once in each pass."""
         for _ in range(epochs):
             if self.parts is None:

@@ -27,7 +27,7 @@ from lapwing.posteriors.base import Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import gathered, runs
 from lapwing.runtime.settings import NONE, POSITIVE, one_of, require, require_integer
-from lapwing.runtime.state import ROUNDING, Array, Either, Maybe, Part, State, Text, saved
+from lapwing.runtime.state import ROUNDING, Array, Either, Maybe, PartOf, State, Text, saved
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, normal, uniform
 from lapwing.runtime.trace import TRACE, Step, Trace, trace_settings
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
@@ -72,7 +72,7 @@ def features(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class FeatureTable:
     """Features (n, D), outputs (n, C) and targets of all data, in float64: learning does not run the network again."""
 
     u: Tensor
@@ -80,7 +80,7 @@ class Table:
     y: Tensor
 
     @classmethod
-    def read(cls, likelihood: Likelihood, sight: Sight, data: Data) -> tuple[Table, Statistics]:
+    def read(cls, likelihood: Likelihood, sight: Sight, data: Data) -> tuple[FeatureTable, Statistics]:
         """Return the table and the loss at the network's outputs, by one pass over the data."""
         features: list[Tensor] = []
         outputs, targets = [], []
@@ -99,9 +99,9 @@ class Table:
         table = cls(torch.cat(features), torch.cat(outputs), torch.cat(targets))
         return table, total_loss(likelihood, zip(outputs, targets, strict=True)).over(data.processes)
 
-    def rows(self, index: Tensor | slice) -> Table:
+    def rows(self, index: Tensor | slice) -> FeatureTable:
         """Return the rows with these numbers."""
-        return Table(self.u[index], self.f[index], self.y[index])
+        return FeatureTable(self.u[index], self.f[index], self.y[index])
 
     def __len__(self) -> int:
         return len(self.f)
@@ -131,7 +131,7 @@ class Units:
         usual = spread[varies].square().mean().sqrt() if bool(varies.any()) else torch.ones_like(spread[0])
         return cls(centre, torch.where(varies, spread, usual), varies)
 
-    def measured(self, table: Table) -> Table:
+    def measured(self, table: FeatureTable) -> FeatureTable:
         """Return the table with its features in these units."""
         return replace(table, u=(table.u - self.centre) / self.size)
 
@@ -319,7 +319,7 @@ class FunctionPosterior(Posterior):
     def from_state(cls, state: State, problem: Problem) -> FunctionPosterior:
         network, lengths = problem.network, (-LOGARITHM, LOGARITHM)
         fields = state.read(
-            kernel=Text(tuple(KERNELS)), last=Maybe(Part(Network, network.model)), points=Array(("M", "D")),
+            kernel=Text(tuple(KERNELS)), last=Maybe(PartOf(Network, network.model)), points=Array(("M", "D")),
             numbers=Array(("M",), 0, network.output_shape[-1] - 1, whole=True), mix=Array(("M", "r")),
             log_lengths=Either(Array(("D",), *lengths), Array((1,), *lengths)), mixing=Array(("C", "C")),
             theta=Array(("P",), dtype=network.dtype), statistics=STATISTICS, trace=TRACE,
@@ -359,7 +359,7 @@ class KernelState:
 
     @classmethod
     def initial(
-        cls, kind: str, likelihood: Likelihood, table: Table, varies: Tensor, num_inducing: int,
+        cls, kind: str, likelihood: Likelihood, table: FeatureTable, varies: Tensor, num_inducing: int,
         generator: torch.Generator,
     ) -> KernelState:  # fmt: skip
         """Return the state before any step: points at k-means centres of the features, of each class if there are.
@@ -400,7 +400,7 @@ class KernelState:
         """Return W (M, M) with W Wᵀ = K_Z⁻¹; ``inducing`` is in these coordinates, so the jitter must not change."""
         return smooth_whitening(self.kernel.points(self.points, self.numbers), jitter=1e-6)
 
-    def whitened(self, table: Table, white: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def whitened(self, table: FeatureTable, white: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the prior covariance (B, C, C) and the whitened rows (B, C, M) of some data."""
         rows = self.kernel.between(table.u, self.points, self.numbers) @ (self.whitening() if white is None else white)
         return self.kernel.marginal(table.u), rows
@@ -435,7 +435,7 @@ def _initial_lengths(u: Tensor, varies: Tensor, per_column: bool) -> Tensor:
     return spread.clamp_min(1e-3).mean().reshape(1) if bool(usual.any()) else torch.ones_like(spread[:1])
 
 
-def output_scale(likelihood: Likelihood, table: Table) -> Tensor:
+def output_scale(likelihood: Likelihood, table: FeatureTable) -> Tensor:
     """Return the scale of each output, (C,): one for logits, else its spread over the data.
 
     If the targets have the units of the outputs, a constant output takes the spread of its targets, or one if these
@@ -460,8 +460,8 @@ class Learning:
 
     settings: FMGP
     given: Likelihood
-    table: Table
-    held_out: Table | None
+    table: FeatureTable
+    held_out: FeatureTable | None
     generator: torch.Generator
     state: KernelState
 
@@ -627,12 +627,12 @@ class FMGP:
         uses_features = KERNELS[kind].uses_features
         first = next(iter(data.batches("first batch"))).inputs
         sight = Sight(network, last_layer_network(network, first) if uses_features else None)
-        table, statistics = Table.read(problem.likelihood, sight, data)
+        table, statistics = FeatureTable.read(problem.likelihood, sight, data)
         problem = problem.with_known_prior().with_residual_noise(statistics)
         units = Units.of(table.u, per_column=not uses_features)
         held_out = None
         if self.validation is not None:
-            rows, _ = Table.read(problem.likelihood, sight, self.validation)
+            rows, _ = FeatureTable.read(problem.likelihood, sight, self.validation)
             refuse_ignored(problem.likelihood, rows.y, "validation targets")
             held_out = units.measured(rows)
         table = units.measured(table)

@@ -115,7 +115,7 @@ class SWAG:
         problem = problem.with_residual_noise(statistics).with_known_prior()
         return DrawnPosterior(problem, draws, statistics, network.theta(), rate)
 
-    def collected(self, problem: Problem, data: Data) -> tuple[Draws, float]:
+    def collected(self, problem: Problem, data: Data) -> tuple[SWAGDraws, float]:
         """Return draws with the moments of the snapshots, and the learning rate, which is chosen if none is given."""
         start = summed_loss(problem.network, problem.likelihood, data)
         return self._draws(Descent.of(self, problem.with_residual_noise(start), data, start))
@@ -141,7 +141,7 @@ class SWAG:
         settings = {"snapshots": self.rank, "epochs_between": 1, "steps_between": 1}
         return replace(self, **settings, learning_rate=self.learning_rate or SMALLEST)
 
-    def _draws(self, descent: Descent) -> tuple[Draws, float]:
+    def _draws(self, descent: Descent) -> tuple[SWAGDraws, float]:
         """Return the draws and the learning rate, which is chosen if none is given."""
         if self.learning_rate is not None:
             draws, loss = descent.run(self.learning_rate, FAR)
@@ -199,7 +199,7 @@ class Descent:
     def _penalty(self, d: Tensor) -> float:
         return 0.5 * float((self.decay * (self.gap + d).square()).sum())
 
-    def run(self, rate: float, most: float) -> tuple[Draws | None, float]:
+    def run(self, rate: float, most: float) -> tuple[SWAGDraws | None, float]:
         """Run SGD at a learning rate; return draws with the moments of its snapshots, and the loss over the last pass.
 
         The draws are None if the regularised loss over a pass rises by more than ``most`` nats for each datum, or by
@@ -227,7 +227,7 @@ class Descent:
             bar.show(loss=loss / count)
         if not bool(torch.isfinite(d).all()):
             return None, _mean(recent)
-        return Draws(network, *moments.value(), settings.samples, settings.seed), _mean(recent)
+        return SWAGDraws(network, *moments.value(), settings.samples, settings.seed), _mean(recent)
 
     def _slope(self, batch: Batch, d: Tensor) -> tuple[float, int, Tensor]:
         """Return loss and count of a mini-batch, and the gradient of its mean loss, (P,) in float64."""
@@ -283,7 +283,7 @@ class RunningMoments:
 
 
 @dataclass(frozen=True, eq=False)
-class Draws(WeightDraws):
+class SWAGDraws(WeightDraws):
     """The network under K draws of its weights; draw k has the seed ``seed + k`` at all inputs.
 
     θ - w̃ ~ N(mean, ½ diag(variance) + ½ DᵀD/(R - 1)) with the R rows of D. Draws are not kept but made again for every
@@ -311,7 +311,7 @@ class DrawnPosterior(Drawn):
     """The outputs of the network under draws from the Gaussian of the snapshots."""
 
     problem: Problem
-    draws: Draws
+    draws: SWAGDraws
     statistics: Statistics
     theta: Tensor
     learning_rate: float  # of the SGD that the draws come from
@@ -335,4 +335,4 @@ class DrawnPosterior(Drawn):
         if len(fields["deviations"]) < 2:
             raise FileError("SWAG has fewer than two deviations; expected two or more")
         names = ("mean", "variance", "deviations", "count", "seed")
-        return cls(problem, Draws(network, *(fields.pop(name) for name in names)), **fields)
+        return cls(problem, SWAGDraws(network, *(fields.pop(name) for name in names)), **fields)

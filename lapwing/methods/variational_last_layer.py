@@ -91,14 +91,14 @@ class VariationalLastLayer:
             raise UnsupportedError(
                 "a g-prior follows the curvature, which VariationalLastLayer() does not have; use isotropic()."
             )
-        rows, statistics = Rows.read(problem, data, self.samples)
+        rows, statistics = FeatureRows.read(problem, data, self.samples)
         problem = problem.with_residual_noise(statistics).with_known_prior()
         bound = Bound.of(rows, problem, statistics)
         if problem.likelihood.noise_variance is not None:
             mean, variance = bound.gaussian_optimum(problem.likelihood.noise_variance)
             elbo = bound.gaussian(problem.likelihood.noise_variance, mean, variance)
         else:
-            mean, variance, elbo = Search.of(self, bound).run(data.progress)
+            mean, variance, elbo = BoundSearch.of(self, bound).run(data.progress)
         theta = network.theta()
         return MeanFieldPosterior(problem, mean, variance, statistics, theta, elbo)
 
@@ -131,14 +131,14 @@ def _refuse_other_weights(network: Network) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class FeatureRows:
     """Features a (n, D) of all data in float64, and their targets."""
 
     a: Tensor
     y: Tensor
 
     @classmethod
-    def read(cls, problem: Problem, data: Data, samples: int) -> tuple[Rows, Statistics]:
+    def read(cls, problem: Problem, data: Data, samples: int) -> tuple[FeatureRows, Statistics]:
         """Return the features, and the loss of the network itself, by one pass over the data.
 
         Raise once the features so far, with ``samples`` draws of every output, take too much memory.
@@ -175,7 +175,7 @@ def _matrix(network: Network, theta: Tensor) -> Tensor:
 class Bound:
     """The evidence bound E_q log p(y | f) - KL(q | prior) of q = N(mean, diag(variance)), in nats."""
 
-    rows: Rows
+    rows: FeatureRows
     likelihood: Likelihood
     precision: Tensor  # A of the prior, (C, D)
     centre: Tensor  # the mean of the prior, (C, D)
@@ -183,7 +183,7 @@ class Bound:
     constant: float  # the normaliser of the likelihood
 
     @classmethod
-    def of(cls, rows: Rows, problem: Problem, statistics: Statistics) -> Bound:
+    def of(cls, rows: FeatureRows, problem: Problem, statistics: Statistics) -> Bound:
         network, prior, likelihood = problem.network, problem.prior, problem.likelihood
         theta = network.theta().double()
         precision = _matrix(network, prior.vector.detach().to(theta))
@@ -240,7 +240,7 @@ class Bound:
 
 
 @dataclass(frozen=True, eq=False)
-class Search:
+class BoundSearch:
     """The search for the optimum: the bound as an average over fixed draws, in units of the Laplace approximation."""
 
     settings: VariationalLastLayer
@@ -249,7 +249,7 @@ class Search:
     unit: Tensor  # standard deviations of the start, (C, D)
 
     @classmethod
-    def of(cls, settings: VariationalLastLayer, bound: Bound) -> Search:
+    def of(cls, settings: VariationalLastLayer, bound: Bound) -> BoundSearch:
         generator = derived_generator(torch.Generator().manual_seed(settings.seed), torch.empty(0))
         a, outputs = bound.rows.a, len(bound.start)
         # Row by row, so that the draws of a datum do not depend on the number of data.

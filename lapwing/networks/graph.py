@@ -19,7 +19,7 @@ from torch import Tensor
 from lapwing.errors import ModelError
 from lapwing.networks.ops import operation
 from lapwing.networks.rules import broadcast_lookup
-from lapwing.networks.uses import LEAF, Node, Operation, Source, Use, lookup, output_shape
+from lapwing.networks.uses import LEAF, Node, Operation, ParameterOperand, Use, lookup, output_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +173,7 @@ def _find_uses(
         for operand, edge in enumerate(node.next_functions):
             if edge[0] in carried:
                 name, moves = carried[edge[0]]
-                sources[operand] = Source(name, parameters[name], moves, edge)
+                sources[operand] = ParameterOperand(name, parameters[name], moves, edge)
         if not sources:
             continue
         by_operand = {} if facts.uses is None else dict(facts.uses(node, sources))

@@ -111,7 +111,7 @@ def is_local(tokens: Tensor, classes: int) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class ClosedForm:
+class HeadGGN:
     """JᵀHJ of a linear map whose outputs are those of the network, Σ H_bt ⊗ a_bt a_btᵀ, without J.
 
     H of every position is diagonal, or has -Σ_m outer_m outer_mᵀ off its diagonal: one term for each of the M data

@@ -62,7 +62,7 @@ from lapwing.runtime.state import (
     ListOf,
     MapOf,
     Maybe,
-    Part,
+    PartOf,
     Record,
     State,
     Text,
@@ -136,7 +136,7 @@ def read_facts(state: State, model: nn.Module) -> tuple[dict[str, Any], Tensor |
         forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
         shift=Maybe(Array((None,))), image=Later(ListOf(Whole(1))),
         output=Later(ListOf(Either(Text(), Whole(-MOST)))), head=Later(Text()),
-        index=Maybe(Array((None,), 0, whole=True, also=distinct)), probe=Later(Part(Probe)),
+        index=Maybe(Array((None,), 0, whole=True, also=distinct)), probe=Later(PartOf(Probe)),
     )  # fmt: skip
     names, shapes, shift = fields.pop("names"), fields.pop("shapes"), fields.pop("shift")
     selection = Selection(names, shapes, fields.pop("index"))

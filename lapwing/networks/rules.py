@@ -14,7 +14,18 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lapwing.networks import uses
-from lapwing.networks.uses import Factor, Node, NoRuleError, Part, Source, Sources, Use, operation, output_shape, signed
+from lapwing.networks.uses import (
+    Factor,
+    Node,
+    NoRuleError,
+    ParameterOperand,
+    Part,
+    Sources,
+    Use,
+    operation,
+    output_shape,
+    signed,
+)
 
 aten = torch.ops.aten
 
@@ -134,7 +145,7 @@ def embedding_forward_differs(node: Node) -> bool:
 # How a parameter reaches an operation: whole, reshaped, or some of its rows.
 
 
-def broadcast(node: Node, source: Source, factor: Factor | None = None) -> Use | None:
+def broadcast(node: Node, source: ParameterOperand, factor: Factor | None = None) -> Use | None:
     """Return the use of a parameter that is broadcast against the rows of the output; None if it spans the batch.
 
     ``factor`` reads from the node what the parameter is multiplied with.

@@ -24,7 +24,7 @@ from lapwing.networks.examine import relative_gap, without_factors
 from lapwing.networks.forward import plain_kernels, raw_output, recording, shaped
 from lapwing.networks.graph import Graph
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
-from lapwing.networks.last_layer import ClosedForm, find_head, is_local
+from lapwing.networks.last_layer import HeadGGN, find_head, is_local
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.passes import Patterns, by_autograd, gradients
 from lapwing.networks.uses import Node, Regular, output_shape
@@ -193,7 +193,7 @@ class Tangent:
         sizes = len(f), len(seeds), network.dtype, tokens
         return LayerJacobians(parts, network.layout, network.selection, *sizes, stream, network.entries)
 
-    def closed_form(self, diagonal: Tensor, outer: Tensor | None) -> tuple[int, ClosedForm] | None:
+    def closed_form(self, diagonal: Tensor, outer: Tensor | None) -> tuple[int, HeadGGN] | None:
         """Return the curvature of the last linear layer, and the number of its block, from H in the outputs.
 
         H (B, [T,] C) has ``diagonal`` on its diagonal and -outer outerᵀ off it. No backward pass. None if the network
@@ -215,7 +215,7 @@ class Tangent:
         if outer is not None and not is_local(part.g[:, 2, 0].transpose(0, 1).flatten(1), outer.shape[-1]):
             return None
         a, g = part.a.to(network.dtype), part.g.flatten(2, 3)  # (G, values, B T, d_out)
-        return head.number, ClosedForm(a, g[:, 0], None if outer is None else _by_token(g[:, 1], g[:, 2]))
+        return head.number, HeadGGN(a, g[:, 0], None if outer is None else _by_token(g[:, 1], g[:, 2]))
 
     def _stream(
         self, seeds: Tensor, read: Callable[[int, Gradients], BlockJacobian], wanted: Collection[int]

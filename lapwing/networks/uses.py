@@ -278,7 +278,7 @@ Pull = Callable[[Node, Tensor, int], Tensor]  # (node, gradient (K, *output), op
 JointPull = Callable[[Node, Sequence[Tensor | None], Sequence[int]], list[Tensor]]
 
 
-class Source(NamedTuple):
+class ParameterOperand(NamedTuple):
     """A parameter among the operands of a node."""
 
     name: str
@@ -287,7 +287,7 @@ class Source(NamedTuple):
     edge: tuple[Node, int]  # the edge of the graph by which the node takes it
 
 
-Sources = Mapping[int, Source]  # the number of the operand -> the parameter
+Sources = Mapping[int, ParameterOperand]  # the number of the operand -> the parameter
 UseRule = Callable[[Node, Sources], Iterator[tuple[int, Use]]]
 
 

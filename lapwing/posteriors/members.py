@@ -15,7 +15,7 @@ from lapwing.networks.functionals import is_single_map, last_features
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior, Reweightable
 from lapwing.problem import STATISTICS, Problem, Statistics
-from lapwing.runtime.state import SMALLEST, Array, Part, Real, State, saved
+from lapwing.runtime.state import SMALLEST, Array, PartOf, Real, State, saved
 from lapwing.runtime.threads import normal_rows
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
@@ -135,7 +135,7 @@ class MembersPosterior(Posterior):
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> MembersPosterior:
         theta = Array(("P",), dtype=problem.network.dtype)
-        return cls(problem, **state.read(members=Part(Members, problem), statistics=STATISTICS, theta=theta))
+        return cls(problem, **state.read(members=PartOf(Members, problem), statistics=STATISTICS, theta=theta))
 
 
 def spread(outputs: Tensor, joint: bool) -> FunctionGaussian:

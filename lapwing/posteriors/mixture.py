@@ -34,7 +34,7 @@ from lapwing.runtime.state import (
     Array,
     ListOf,
     Maybe,
-    Part,
+    PartOf,
     Real,
     Record,
     State,
@@ -369,14 +369,14 @@ class MixturePosterior(Posterior):
             cells=ListOf(Record(dict, belief=Whole(0, len(links) - 1), scale=Real(0))),
             weights=Array((len(cells),), 0, 1, also=_shares),
             **{f"precisions{i}": precisions for i in names}, **{f"belief{i}": Maybe(precisions) for i in links},
-            **{f"base{i}": Unread() for i in names}, **{f"likelihood{i}": Part(Likelihood) for i in names},
-            **{f"cell{i}": Part(Likelihood) for i in cells},
+            **{f"base{i}": Unread() for i in names}, **{f"likelihood{i}": PartOf(Likelihood) for i in names},
+            **{f"cell{i}": PartOf(Likelihood) for i in cells},
         )  # fmt: skip
         bases = []
         for i in names:
             own = problem.with_prior(problem.prior.with_precision(fields[f"precisions{i}"]))
             own = own.with_likelihood(fields[f"likelihood{i}"])
-            bases.append(Part(Posterior, own).checked(fields[f"base{i}"], dict(state.sizes)))
+            bases.append(PartOf(Posterior, own).checked(fields[f"base{i}"], dict(state.sizes)))
         beliefs = tuple(Belief(base, fields[f"belief{i}"]) for i, base in enumerate(fields["beliefs"]))
         parts = tuple(Cell(likelihood=fields[f"cell{i}"], **cell) for i, cell in enumerate(fields["cells"]))
         mixture = cls(tuple(bases), beliefs, parts, fields["weights"], fields["trace"])

@@ -37,7 +37,7 @@ from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
 from lapwing.runtime.memory import PIECE, budget, evenly, gathered
 from lapwing.runtime.settings import require_integer
-from lapwing.runtime.state import Array, Field, Maybe, Part, Real, State, Text, saved
+from lapwing.runtime.state import Array, Field, Maybe, PartOf, Real, State, Text, saved
 from lapwing.runtime.threads import normal_rows
 from lapwing.runtime.trace import TRACE, Trace, trace_settings
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
@@ -490,9 +490,9 @@ class WeightPosterior(Linearised):
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> WeightPosterior:
         fields = state.read(
-            curvature=Part((Curvature, PerOutputCurvature), problem.network), statistics=STATISTICS, trace=TRACE,
+            curvature=PartOf((Curvature, PerOutputCurvature), problem.network), statistics=STATISTICS, trace=TRACE,
             theta=Array(("P",), dtype=problem.network.dtype), mode=Maybe(Array(("P",))), mode_loss=Maybe(Real()),
-            estimate=Maybe(Array((2,), 0)), method=Maybe(Part(SummedBy)),
+            estimate=Maybe(Array((2,), 0)), method=Maybe(PartOf(SummedBy)),
         )  # fmt: skip
         estimate = Estimate.stored(fields.pop("estimate"))
         mode = Mode.stored(fields.pop("mode"), fields.pop("mode_loss"))

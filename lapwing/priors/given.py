@@ -249,7 +249,7 @@ def per_normalised_group(precisions: Precisions = 1.0, mean: float | Tensor = 0.
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Diagonal(Prior):
+class DiagonalPrior(Prior):
     """One precision for each weight."""
 
     precision: Precisions = 1.0
@@ -259,7 +259,7 @@ class Diagonal(Prior):
         return bind(self, selection, self.precision, like, per_weight=True)
 
 
-def diagonal(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> Diagonal:
+def diagonal(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> DiagonalPrior:
     """Return a prior with one precision for each weight.
 
     Args:
@@ -281,4 +281,4 @@ def diagonal(precisions: Precisions = 1.0, mean: float | Tensor = 0.0) -> Diagon
     >>> lw.fit(net, [(x, 2 * x)], "regression", prior=prior).prior.vector
     tensor([1.0000, 0.5000], dtype=torch.float64)
     """
-    return Diagonal(precisions, mean)
+    return DiagonalPrior(precisions, mean)

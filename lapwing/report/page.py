@@ -115,7 +115,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Source:
+class PageDetails:
     """What a user says about the page itself."""
 
     title: str
@@ -124,7 +124,7 @@ class Source:
     date: str | None
 
 
-def written(posterior: Any, evaluation: Any, looked: Looked, path: Path, source: Source) -> Report:
+def written(posterior: Any, evaluation: Any, looked: Looked, path: Path, source: PageDetails) -> Report:
     """Write the page and return it."""
     environment = template()
     verdict = verdict_of(evaluation, posterior.posterior.has_spread)
@@ -310,4 +310,4 @@ class Reports(Decides, Protocol):
         evaluation = self.evaluate(data, level=level, resamples=resamples, target_key=target_key, progress=progress)
         looked = look(self, data, target_key, progress)
         heading = title or f"Error bars of {type(self.network.model).__name__}"
-        return written(self, evaluation, looked, Path(path), Source(heading, seed, command, date))
+        return written(self, evaluation, looked, Path(path), PageDetails(heading, seed, command, date))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lapwing.decisions.collecting import batches_of, labelled, source_of
 from lapwing.metrics import calibration
-from lapwing.plots import Answers, Residuals, normal_half_width, observed_coverage, separate, wilson
+from lapwing.plots import AnswerProbabilities, Residuals, normal_half_width, observed_coverage, separate, wilson
 
 CLOSE = 0.02  # error of probabilities and coverages that is small whatever the number of data
 STANDARD_ERRORS = 4.0  # of the mean probability of a class: that chance does so to one of 100 has a probability of .006
@@ -70,7 +70,7 @@ def verdict_of(evaluation: Any, has_spread: bool = True) -> Verdict:
     return Verdict(sentences, (calibrated, better, trust))
 
 
-def _probabilities(evaluation: Any, found: Answers) -> Answer:
+def _probabilities(evaluation: Any, found: AnswerProbabilities) -> Answer:
     """Return whether stated probabilities agree with how often they come true, and the mean of each class too."""
     inputs = evaluation.inputs
     error, likely = calibration_error(found), calibration_error_by_chance(found)
@@ -122,18 +122,18 @@ def _biased_class(evaluation: Any) -> Any:
     return max(off, key=lambda row: abs(row.gap.value), default=None)
 
 
-def mean_error_by_chance(found: Answers) -> float:
+def mean_error_by_chance(found: AnswerProbabilities) -> float:
     """Return the standard error of the share that is right, if answers are right with the stated probability."""
     return float((found.probability * (1 - found.probability)).clamp_min(0).mean() / len(found.true)) ** 0.5
 
 
-def calibration_error(found: Answers) -> float:
+def calibration_error(found: AnswerProbabilities) -> float:
     """Return the expected calibration error of the answers."""
     binned = calibration(found.probability, found.true, BINS)
     return float((binned.weight * (binned.accuracy - binned.confidence).abs()).nansum())
 
 
-def calibration_error_by_chance(found: Answers) -> float:
+def calibration_error_by_chance(found: AnswerProbabilities) -> float:
     """Return the quantile of the calibration error if answers are right with exactly the stated probability.
 
     Draws have a fixed seed (Bröcker and Smith 2007: consistency resampling). With many answers, the sums over bins are
@@ -211,7 +211,7 @@ def _better(evaluation: Any, has_spread: bool) -> Answer:
     return Answer(question, *words[verdict], numbers, rule)
 
 
-def _doubtful_labels(found: Answers) -> Answer:
+def _doubtful_labels(found: AnswerProbabilities) -> Answer:
     """Return where answers are often wrong: at the inputs with the lowest confidence."""
     worst, rest, limit = _parted(found.uncertainty)
     wrong = found.wrong

@@ -370,6 +370,7 @@ class State:
 
 
 _CLASSES: dict[str, Any] = {}
+RENAMED = {"Diagonal": "DiagonalPrior"}  # names of classes in files of 0.2.0, and what they are called now
 
 
 def saved(cls: C) -> C:
@@ -395,12 +396,13 @@ def saved(cls: C) -> C:
 
 def class_named(name: str) -> Any:
     """Return the registered class of this name; raise ``FileError`` if there is none."""
-    if name not in _CLASSES:
+    known = RENAMED.get(name, name)
+    if known not in _CLASSES:
         raise FileError(f"the file names the class {name!r}, which this version does not have.")
-    return _CLASSES[name]
+    return _CLASSES[known]
 
 
-class Part:
+class PartOf:
     """The state of another value, built again by ``from_state(state, *given)`` of the class that it names."""
 
     place: ClassVar[str] = "parts"
@@ -423,7 +425,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Unread:
-    """The state of a part as it is: its owner reads it after the other fields, with ``Part(...).checked``."""
+    """The state of a part as it is: its owner reads it after the other fields, with ``PartOf(...).checked``."""
 
     place: ClassVar[str] = "parts"
 

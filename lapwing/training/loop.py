@@ -24,7 +24,7 @@ from lapwing.posteriors.base import Tunable
 from lapwing.problem import Problem, data_count
 from lapwing.runtime.threads import ProgressBar, Stream
 from lapwing.training.recipe import Recipe, packed, unpacked
-from lapwing.training.state import Buffers, Epoch, State, refuse_other_recipe, refuse_other_weights
+from lapwing.training.state import Buffers, Epoch, TrainingState, refuse_other_recipe, refuse_other_weights
 from lapwing.tuners.base import checked_tuner
 
 OTHER_PROCESS = 15_485_863  # between the seeds of two processes, above any number of epochs
@@ -36,9 +36,9 @@ def run(
     data: Data,
     likelihood: Likelihood,
     recipe: Recipe,
-    resume: State | str | Path | None = None,
+    resume: TrainingState | str | Path | None = None,
     checkpoint: str | Path | None = None,
-) -> tuple[Any, State]:
+) -> tuple[Any, TrainingState]:
     """Train the network's model; return the posterior at its best epoch and the state to resume from.
 
     ``modes`` says which of its modules the user had in training mode. ``data.progress`` shows one bar.
@@ -47,9 +47,9 @@ def run(
     run ends where an uninterrupted one would, and equal seeds and data give equal results.
     """
     processes = data.processes
-    state: State | None = None
+    state: TrainingState | None = None
     if processes.writes:
-        state = State.load(resume) if isinstance(resume, str | Path) else resume
+        state = TrainingState.load(resume) if isinstance(resume, str | Path) else resume
     state = processes.every(state)[0]
     if checkpoint is not None and processes.writes and not Path(checkpoint).absolute().parent.is_dir():
         raise FileError(f"there is no folder for the checkpoint {checkpoint}; expected one to write to.")
@@ -99,7 +99,7 @@ class _Trainer:
         self.means = self._by_parameter(torch.zeros_like(self.prior.vector) + self.prior.mean)
         self.optimiser = recipe.optimiser_for(p for p in model.parameters() if p.requires_grad)
 
-    def resume(self, state: State) -> None:
+    def resume(self, state: TrainingState) -> None:
         """Continue from this state; raise if it does not belong to the model and the recipe."""
         optimiser = self.optimiser.state_dict()  # its settings come from the recipe
         try:
@@ -114,7 +114,7 @@ class _Trainer:
         self.optimiser.load_state_dict(copy.deepcopy(optimiser))  # steps change its tensors in place
         self.best, self.history, self.done = dict(state.best), list(state.history), state.epoch
 
-    def _refuse_foreign(self, state: State) -> None:
+    def _refuse_foreign(self, state: TrainingState) -> None:
         """Raise ``FileError`` if the state is of another recipe, or its weights are not those of the model."""
         for part in filter(None, (vars(state), state.best)):
             refuse_other_weights(part["weights"], self.network.model)
@@ -275,10 +275,10 @@ class _Trainer:
         return f"loss {last.loss:.4g}, log evidence {updated[-1].log_evidence:.6g}, precision {precision}"
 
     @property
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """A copy on the CPU of everything needed to resume after the last finished epoch."""
         optimiser = packed(self.recipe.optimiser, self.optimiser)
-        return State(
+        return TrainingState(
             self.done, optimiser=optimiser, recipe=self.described, best=self.best, history=tuple(self.history),
             **self._copied(),
         )  # fmt: skip
@@ -301,7 +301,7 @@ class _Trainer:
         """Start the random numbers of an epoch, which dropout and loaders draw; each process has its own."""
         self.stream.restart(self.recipe.seed * 1_000_003 + epoch + OTHER_PROCESS * self.data.processes.rank)
 
-    def outcome(self) -> tuple[Any, State]:
+    def outcome(self) -> tuple[Any, TrainingState]:
         """Return the posterior under weights, prior and noise of the best epoch, and the state after the last."""
         state = self.state
         if self.best:

@@ -98,10 +98,11 @@ _EPOCH = Record(
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class TrainingState:
     """Everything needed to resume a training run: plain tensors and numbers, so that loading a file runs no code.
 
-    ``trained.state`` is one; ``State.load`` reads the file of a checkpoint. ``recipe`` says which run it belongs to.
+    ``trained.state`` is one; ``TrainingState.load`` reads the file of a checkpoint. ``recipe`` says which run it
+    belongs to.
     """
 
     epoch: int  # number of finished epochs
@@ -114,7 +115,7 @@ class State:
     history: tuple[Epoch, ...] = ()
 
     def save(self, path: str | Path) -> None:
-        """Write the state to a file that ``State.load`` reads, whole or not at all.
+        """Write the state to a file that ``TrainingState.load`` reads, whole or not at all.
 
         Args:
             path: The file to write.
@@ -134,7 +135,7 @@ class State:
         write(path, plain.State(FORMAT, settings, _tensors(vars(self)), parts))
 
     @classmethod
-    def load(cls, path: str | Path) -> State:
+    def load(cls, path: str | Path) -> TrainingState:
         """Read a state that ``save`` or ``train(..., checkpoint=...)`` wrote.
 
         What depends on the network (weights, optimiser) is checked when training resumes.
@@ -156,7 +157,7 @@ class State:
             raise FileError(f"{path} is damaged: {error}. Take an older checkpoint, or train again.") from error
 
     @classmethod
-    def _of(cls, state: plain.State) -> State:
+    def _of(cls, state: plain.State) -> TrainingState:
         """Return the training state from plain data, with all values checked that do not depend on a network."""
         unread = plain.Unread()
         fields = state.read(

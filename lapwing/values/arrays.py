@@ -20,7 +20,7 @@ from lapwing.runtime.threads import uniform
 from lapwing.values.gaussian import pixels
 
 
-class Array(Protocol):
+class NumpyArray(Protocol):
     """A NumPy array, as type checkers see it without NumPy."""
 
     @property
@@ -31,7 +31,7 @@ class Array(Protocol):
         """Return itself."""
 
 
-Values: TypeAlias = Tensor | Array
+Values: TypeAlias = Tensor | NumpyArray
 
 NUMBERS = Rule(
     "a tensor or a NumPy array of real numbers without NaN",

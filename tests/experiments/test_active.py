@@ -8,10 +8,10 @@ import pytest
 
 from experiments.active import RULES, Active
 from experiments.options import silent
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 from lapwing.errors import LapwingError
 
-TINY = Active(tables=("waves",), seeds=1, pool=40, rounds=1, chosen=3, recipe=Recipe(hidden=(5,), epochs=3))
+TINY = Active(tables=("waves",), seeds=1, pool=40, rounds=1, chosen=3, recipe=TrainingSettings(hidden=(5,), epochs=3))
 
 
 def test_every_rule_is_scored() -> None:

@@ -16,14 +16,14 @@ from experiments.budget_task import Task, read
 from experiments.engine.contract import Record
 from experiments.engine.store import Stored
 from experiments.options import silent
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 from lapwing.errors import DataError
 from tests.references import dense
 from tests.tolerances import assert_near
 
 TINY = Budget(
     tables=("diabetes",), rows=60, sizes=(4, 9), steps=3, snapshots=(3,), epochs=(2,), growing="diabetes", growth=(40,),
-    growth_sizes=(5, 40), close=1e-6, recipe=Recipe(hidden=(4,), epochs=5, batch_size=20), seeds=1,
+    growth_sizes=(5, 40), close=1e-6, recipe=TrainingSettings(hidden=(4,), epochs=5, batch_size=20), seeds=1,
 )  # fmt: skip
 
 

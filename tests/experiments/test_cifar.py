@@ -13,7 +13,7 @@ import lapwing as lw
 from experiments import cifar
 from experiments.corrected import corrected_evidence
 from experiments.options import silent
-from lapwing.demo.training import Recipe, optimise
+from lapwing.demo.training import TrainingSettings, optimise
 
 COUNT, CLASSES = 90, 3
 
@@ -28,7 +28,7 @@ def images(folder: Path, part: str, device: torch.device) -> tuple[Tensor, Tenso
 def network(folder: Path, depth: int) -> nn.Module:
     torch.manual_seed(depth)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, CLASSES))
-    optimise(model, *images(folder, "train", torch.device("cpu")), Recipe(epochs=5, batch_size=30), 0)
+    optimise(model, *images(folder, "train", torch.device("cpu")), TrainingSettings(epochs=5, batch_size=30), 0)
     return model
 
 

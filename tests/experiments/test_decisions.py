@@ -11,12 +11,12 @@ import torch
 from experiments.decision_tasks import simulated
 from experiments.decisions import Decisions
 from experiments.options import silent
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 from lapwing.errors import LapwingError
 
 TINY = Decisions(
     sets=("waves", "waves, thin", "cancer"), seeds=1, draws=60, calibration=60, rows=120,
-    recipe=Recipe(hidden=(5,), epochs=4),
+    recipe=TrainingSettings(hidden=(5,), epochs=4),
 )  # fmt: skip
 
 
@@ -41,7 +41,9 @@ def test_guarantees_hold_over_draws(name: str) -> None:
 
 
 def test_a_thin_table_leaves_out_training_rows_only() -> None:
-    whole, thin = (simulated(name, None, 200, Recipe(hidden=(3,), epochs=1), 0) for name in ("waves", "waves, thin"))
+    whole, thin = (
+        simulated(name, None, 200, TrainingSettings(hidden=(3,), epochs=1), 0) for name in ("waves", "waves, thin")
+    )
     assert len(whole.x) == len(thin.x) == 400
     assert thin.posterior.base.statistics.data < 0.8 * whole.posterior.base.statistics.data
     assert torch.allclose(whole.x.std(0), thin.x.std(0))

@@ -11,7 +11,7 @@ import torch
 
 from experiments import flights
 from lapwing.demo.result import Result
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 from lapwing.errors import DataError
 
 
@@ -20,7 +20,7 @@ def settings(folder: Path) -> flights.Flights:
     x = draw.normal(size=(300, 8))
     y = 10 * np.sin(x[:, 0]) + draw.normal(size=300)
     np.savez(folder / "flights_nyc13.npz", X=x, y=y, test=np.arange(250, 300))
-    recipe = Recipe((10,), "tanh", 20, 10**9, 50, 1e-2, 1e-5)
+    recipe = TrainingSettings((10,), "tanh", 20, 10**9, 50, 1e-2, 1e-5)
     return flights.Flights(folder, ("plain", "Kron", "VaLLA, alpha 1"), recipe, data=200, test=40, seeds=2)
 
 

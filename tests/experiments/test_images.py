@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from experiments import images
 from lapwing.demo.result import Result
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 from lapwing.errors import DataError
 
 METHODS = (
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(folder: Path) -> images.ImageTable:
     return images.ImageTable(
-        folder, recipe=Recipe((12,), "tanh", 3, 10**9, 32, 3e-3, 1e-4), methods=METHODS, inducing=10, steps=6,
+        folder, recipe=TrainingSettings((12,), "tanh", 3, 10**9, 32, 3e-3, 1e-4), methods=METHODS, inducing=10, steps=6,
         validation=40, seeds=1, corrected=30,
     )  # fmt: skip
 

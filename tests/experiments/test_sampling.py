@@ -14,9 +14,9 @@ import lapwing as lw
 from experiments import sampling
 from experiments.__main__ import main
 from lapwing.demo.result import Result
-from lapwing.demo.training import Recipe, trained
+from lapwing.demo.training import TrainingSettings, trained
 
-RECIPE = Recipe(hidden=(7,), epochs=150, batch_size=40, learning_rate=2e-2, weight_decay=1 / 40)
+RECIPE = TrainingSettings(hidden=(7,), epochs=150, batch_size=40, learning_rate=2e-2, weight_decay=1 / 40)
 QUICK = sampling.Sampling(recipe=RECIPE, data=40, precisions=(300.0, 3.0, 0.03), draws=1500, gradients=40)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.stacked import Stack, StackedTraining, loss_slope, trained_stack
-from lapwing.demo.training import Recipe, mlp
+from lapwing.demo.training import TrainingSettings, mlp
 
 SETTINGS = StackedTraining(hidden=(7, 5), steps=600, batch_size=16)
 
@@ -27,7 +27,7 @@ def error(net: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def networks(count: int, dropout: float = 0.0) -> list[nn.Sequential]:
-    return [mlp(3, 1, Recipe(hidden=(7, 5), dropout=dropout), seed) for seed in range(count)]
+    return [mlp(3, 1, TrainingSettings(hidden=(7, 5), dropout=dropout), seed) for seed in range(count)]
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -77,7 +77,7 @@ def test_adam_is_that_of_torch_with_the_decay_of_a_prior() -> None:
     """With all rows in one batch the order of the rows does not matter. The noise is a running mean."""
     x, y = rows(12)
     settings = replace(SETTINGS, steps=20, batch_size=50, precision=3.0)
-    net = mlp(3, 1, Recipe(hidden=(7, 5)), 4000)
+    net = mlp(3, 1, TrainingSettings(hidden=(7, 5)), 4000)
     optimiser = torch.optim.Adam(net.parameters(), lr=settings.learning_rate)
     noise: float | None = None
     for step in range(20):

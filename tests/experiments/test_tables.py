@@ -19,7 +19,7 @@ from experiments.stacked import StackedTraining
 from experiments.table_methods import METHODS, SLOW, Belief, Sizes, Task
 from experiments.tables import DEPTHS, KINDS, SPLITS, Tables
 from experiments.uci import read_split
-from lapwing.demo.regression import Table
+from lapwing.demo.regression import SplitTable
 from lapwing.errors import DataError, DivergedError, LapwingError, NumericalError
 from lapwing.runtime.trace import Trace
 
@@ -97,7 +97,7 @@ def test_the_noise_is_the_residual_over_the_rows_that_are_left(folder: Path) -> 
 
 def test_scores_are_in_the_units_of_the_table() -> None:
     y = torch.tensor([1.0, 3.0, 5.0, 11.0], dtype=torch.float64)
-    table = Table(y[:, None], y, y[:, None], y + 2)
+    table = SplitTable(y[:, None], y, y[:, None], y + 2)
     units = table.scale_y
     belief = Belief((y - units.mean) / units.std, torch.full((4,), 0.3).double(), 0.7)
     scores = belief.scores(table)

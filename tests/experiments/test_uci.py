@@ -13,10 +13,10 @@ import torch
 from experiments import uci
 from experiments.data import data_folder
 from lapwing.demo.result import Result, Row
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 from lapwing.errors import DataError
 
-QUICK = Recipe(hidden=(8,), epochs=20, batch_size=32)
+QUICK = TrainingSettings(hidden=(8,), epochs=20, batch_size=32)
 
 
 def written(folder: Path, name: str, scale: float = 1.0) -> None:

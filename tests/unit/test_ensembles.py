@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.training.state import State
+from lapwing.training.state import TrainingState
 from tests import problems
 from tests.tolerances import SOLVED, assert_close
 
@@ -91,7 +91,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         lw.train(net(0.5), Interrupted(4), "classification", recipe=recipe(), checkpoint=path)
     rest = lw.train(net(0.5), loader(), "classification", recipe=recipe(), resume=path)
-    assert 0 < State.load(path).epoch < 4
+    assert 0 < TrainingState.load(path).epoch < 4
     assert_close(weights(rest.model), weights(whole.model))
     assert rest.history == whole.history
 

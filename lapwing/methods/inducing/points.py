@@ -42,7 +42,7 @@ from lapwing.priors.filters import prior_kernel
 from lapwing.priors.given import isotropic
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.memory import budget, fitting, gathered
-from lapwing.runtime.state import Array, Maybe, Part, Samples, State, saved, semidefinite
+from lapwing.runtime.state import Array, Maybe, PartOf, Samples, State, saved, semidefinite
 from lapwing.runtime.threads import uniform
 from lapwing.runtime.trace import Step, Trace
 
@@ -222,7 +222,7 @@ class BoundedCurvature:
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> BoundedCurvature:
-        return cls(**state.read(part=Part(LowRankCurvature, network), exact_diagonal=Array(("P",), 0)))
+        return cls(**state.read(part=PartOf(LowRankCurvature, network), exact_diagonal=Array(("P",), 0)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 
 from lapwing.cli import main
 from lapwing.demo import bands, digits
-from lapwing.demo.result import Report, Result, Row, table
+from lapwing.demo.result import ExperimentReport, Result, Row, table
 
 
 def test_run_prints_both_tables_and_writes_what_it_names(
@@ -89,7 +89,9 @@ def test_a_folder_that_cannot_be_made_ends_with_a_message_and_a_one(
 def test_without_a_folder_the_files_go_to_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     folders: list[Path] = []
-    monkeypatch.setattr("lapwing.demo.run.run", lambda out, *_: folders.append(out) or Report(out / "results.json", ()))
+    monkeypatch.setattr(
+        "lapwing.demo.run.run", lambda out, *_: folders.append(out) or ExperimentReport(out / "results.json", ())
+    )
     assert main(["demo"]) == 0
     assert folders == [Path("out")]
     assert (tmp_path / "out" / "results.json").is_file()

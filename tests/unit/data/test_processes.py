@@ -17,7 +17,7 @@ from torch import multiprocessing, nn
 import lapwing as lw
 from lapwing.data.processes import ALONE, Processes
 from lapwing.errors import DataError, ProcessError, UnsupportedError
-from lapwing.training.state import State
+from lapwing.training.state import TrainingState
 from tests import process_cases
 from tests.process_cases import EXACT, LIMIT, REFUSED, SOLVED, TRAINED, Result, Share, sizes
 
@@ -136,7 +136,7 @@ def test_an_error_in_one_process_is_raised_in_all(found: Found, name: str) -> No
 def test_nothing_is_written_after_an_error(found: Found) -> None:
     """No checkpoint of the first epoch if that fails, and that of the first, whole, if the second does."""
     assert [path.name for path in found.folder.glob("failed*")] == ["failed-4"]
-    assert State.load(found.folder / "failed-4").epoch == 1
+    assert TrainingState.load(found.folder / "failed-4").epoch == 1
 
 
 def test_samplers_that_leave_data_out_are_a_finding(found: Found) -> None:

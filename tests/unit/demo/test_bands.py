@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lapwing.demo import bands
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 
 
 def test_doubt_is_larger_where_there_are_no_data() -> None:
-    result = bands.run(bands.Bands(recipe=Recipe(hidden=(30, 30), epochs=300)))
+    result = bands.run(bands.Bands(recipe=TrainingSettings(hidden=(30, 30), epochs=300)))
     (row,) = result.rows
     assert row.scores["epistemic std in gap"] > 2 * row.scores["epistemic std at data"]
     assert row.scores["noise std"] == pytest.approx(0.3, rel=0.25)

@@ -10,14 +10,14 @@ import torch
 from lapwing import metrics
 from lapwing.demo import diabetes
 from lapwing.demo.result import Result
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 
 NAMES = ["plain network", "refitted noise", "Lapwing", "Lapwing with validation", "naive evidence"]
 
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    return diabetes.run(diabetes.Diabetes(recipe=Recipe(epochs=30), repeats=2))
+    return diabetes.run(diabetes.Diabetes(recipe=TrainingSettings(epochs=30), repeats=2))
 
 
 def column(result: Result, name: str, key: str) -> torch.Tensor:

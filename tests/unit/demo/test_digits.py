@@ -9,9 +9,9 @@ import torch
 
 from lapwing.demo import digits
 from lapwing.demo.result import Result
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 
-QUICK = digits.Digits(recipe=Recipe(hidden=(32,), activation="relu", learning_rate=1e-2), repeats=1)
+QUICK = digits.Digits(recipe=TrainingSettings(hidden=(32,), activation="relu", learning_rate=1e-2), repeats=1)
 TASKS = ["digits", "noisy digits", "digits, BatchNorm"]
 
 

@@ -7,7 +7,7 @@ import torch
 
 import lapwing as lw
 from lapwing import metrics
-from lapwing.demo.regression import Table, crps, predict, scores
+from lapwing.demo.regression import SplitTable, crps, predict, scores
 from lapwing.predictives.mixture import DensityMixture
 from lapwing.predictives.numbers import NormalPredictive, StudentPredictive
 from lapwing.values.gaussian import FunctionGaussian
@@ -45,7 +45,7 @@ def test_scores_are_in_the_units_of_the_targets() -> None:
     model = torch.nn.Linear(2, 1).double()
     of_unit = []
     for unit in (1.0, 100.0):
-        table = Table(x[:40], unit * y[:40], x[40:], unit * y[40:])
+        table = SplitTable(x[:40], unit * y[:40], x[40:], unit * y[40:])
         predicted = predict(lw.fit(model, [table.training], "regression", progress=False), table)
         of_unit.append(scores(predicted, table.y_test))
     small, large = of_unit

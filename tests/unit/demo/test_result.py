@@ -12,7 +12,7 @@ import torch
 
 import lapwing
 from lapwing.demo.result import Result, Row, plain
-from lapwing.demo.training import Recipe
+from lapwing.demo.training import TrainingSettings
 
 RESULT = Result(
     "small", {"recipe": {"hidden": [3, 4]}}, 7, (Row("a", {"NLL": 0.5}), Row("b", {"NLL": 1.5}, "set")),
@@ -43,7 +43,7 @@ def test_settings_become_plain() -> None:
     class Settings:
         data_dir: Path
         sets: tuple[str, ...]
-        recipe: Recipe = Recipe()
+        recipe: TrainingSettings = TrainingSettings()
 
     fields = plain(Settings(Path("somewhere"), sets=("wine",)))
     assert fields["data_dir"] == "somewhere"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lapwing.demo.regression import Standardiser
-from lapwing.demo.training import Recipe, batches, best_seconds, epoch_seconds, mlp, trained
+from lapwing.demo.training import TrainingSettings, batches, best_seconds, epoch_seconds, mlp, trained
 
-SHORT = Recipe(hidden=(7, 5), epochs=60, batch_size=16)
+SHORT = TrainingSettings(hidden=(7, 5), epochs=60, batch_size=16)
 
 
 def line(rows: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +65,7 @@ def test_class_numbers_are_trained_by_cross_entropy() -> None:
 
 def test_max_steps_ends_training_early() -> None:
     x, y = line()
-    one = Recipe(hidden=(7, 5), epochs=60, batch_size=16, max_steps=1, learning_rate=1e-3)
+    one = TrainingSettings(hidden=(7, 5), epochs=60, batch_size=16, max_steps=1, learning_rate=1e-3)
     start = mlp(1, 1, one, seed=0)
     moved = trained(x, y, 1, one, seed=0)
     # Adam moves every weight by at most its rate in its first step.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experiments.sampling import gradient_variance
 from lapwing.errors import NumericalError
-from lapwing.linalg.operators import MatrixDesign, OperatorDesign, Part, Solution, back_product, located_parts
+from lapwing.linalg.operators import DesignRows, MatrixDesign, OperatorDesign, Solution, back_product, located_parts
 from lapwing.linalg.stochastic import Passes, Perturbed, dual_descent, sdd, sgd
 from tests.tolerances import SOLVED, assert_close, assert_within
 
@@ -61,7 +61,7 @@ class Stream:
         self.size, self.rows, self.like = x.shape[1], x.shape[0], x[:0, 0]
         self.passes, self.parts = 0, x.split(part)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[DesignRows]:
         self.passes += 1
         for rows in self.parts:
             yield from MatrixDesign(rows.clone())

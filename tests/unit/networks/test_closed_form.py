@@ -14,7 +14,7 @@ import lapwing as lw
 from lapwing.curvature.dense import FullCurvature
 from lapwing.curvature.sweep import Seeds, Sweep
 from lapwing.data.batches import Data
-from lapwing.networks.last_layer import ClosedForm
+from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.network import Network
 from tests.cases import Wrapped
 from tests.references import dense
@@ -228,6 +228,6 @@ def test_which_blocks_come_in_closed_form() -> None:
     model, data, likelihood = problem(ENDINGS["linear"], "softmax")
     network = Network.build(model, data[0][0])
     sweep = Sweep(network, likelihood, Data(data, torch.device("cpu")))
-    kinds = [(number, isinstance(part, ClosedForm), first) for number, part, first in sweep.blocks()]
+    kinds = [(number, isinstance(part, HeadGGN), first) for number, part, first in sweep.blocks()]
     assert kinds == [(1, True, True), (0, False, True)]  # both batches are joined
     assert sweep.statistics.data == N

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lapwing.errors import DataError
-from lapwing.plots import Answers, answers, observed_coverage, reliability_points, risk_of, wilson
+from lapwing.plots import AnswerProbabilities, answers, observed_coverage, reliability_points, risk_of, wilson
 from lapwing.predictives.numbers import FunctionGaussian, NormalPredictive
 
 
@@ -59,7 +59,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 def test_points_of_a_reliability_diagram() -> None:
     probability = torch.tensor([0.15] * 10 + [0.85] * 20, dtype=torch.float64)
     true = torch.tensor([1.0] + [0.0] * 9 + [1.0] * 16 + [0.0] * 4, dtype=torch.float64)
-    points = reliability_points(Answers(probability, true, of_classes=True), bins=5)
+    points = reliability_points(AnswerProbabilities(probability, true, of_classes=True), bins=5)
     assert points.probability == pytest.approx((0.15, 0.85))
     assert points.share == pytest.approx((0.1, 0.8))
     assert points.count == (10, 20)
@@ -68,7 +68,7 @@ def test_points_of_a_reliability_diagram() -> None:
 
 def test_rare_bins_are_left_out() -> None:
     probability = torch.tensor([0.95] * 400 + [0.15], dtype=torch.float64)
-    points = reliability_points(Answers(probability, torch.ones(401, dtype=torch.float64), of_classes=True))
+    points = reliability_points(AnswerProbabilities(probability, torch.ones(401, dtype=torch.float64), of_classes=True))
     assert points.count == (400,)
 
 

@@ -17,7 +17,7 @@ from tests.cases import BY_NAME
 
 CASE = BY_NAME["norms"]
 MEAN = 0.3
-PRIORS = ("Isotropic", "PerLayer", "Grouped", "Diagonal", "PerNormalisedGroup", "GPrior")
+PRIORS = ("Isotropic", "PerLayer", "Grouped", "DiagonalPrior", "PerNormalisedGroup", "GPrior")
 
 
 def network() -> Network:
@@ -33,7 +33,7 @@ def given(name: str, mean: float | Tensor) -> Prior:
         "Isotropic": lw.isotropic(0.7, mean),
         "PerLayer": lw.per_layer(0.7, mean),
         "Grouped": lw.grouped({r".*weight": 0.7, r"(?!.*weight).*": 3.0}, mean),
-        "Diagonal": lw.priors.diagonal(0.7, mean),
+        "DiagonalPrior": lw.priors.diagonal(0.7, mean),
         "PerNormalisedGroup": lw.priors.per_normalised_group(0.7, mean),
         "GPrior": lw.priors.g_prior(0.7, mean),
     }

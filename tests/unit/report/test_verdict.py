@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lapwing.decisions.evaluation import ClassFrequency, Compared, Evaluation
 from lapwing.metrics import ScoreInterval
-from lapwing.plots import Answers
+from lapwing.plots import AnswerProbabilities
 from lapwing.report import verdict
 from lapwing.report.verdict import calibration_error, calibration_error_by_chance, mean_error_by_chance, verdict_of
 
@@ -53,9 +53,11 @@ def test_calibrated_answers_are_called_so_nearly_always() -> None:
 
 
 def test_by_chance_errors_are_those_of_draws() -> None:
-    found = Answers(*drawn(150), of_classes=True)
+    found = AnswerProbabilities(*drawn(150), of_classes=True)
     right = torch.rand(2000, 150) < found.probability
-    errors = torch.tensor([calibration_error(Answers(found.probability, row.double(), True)) for row in right])
+    errors = torch.tensor(
+        [calibration_error(AnswerProbabilities(found.probability, row.double(), True)) for row in right]
+    )
     share = float((errors <= calibration_error_by_chance(found)).double().mean())
     assert abs(share - 0.975) < 4 * (0.975 * 0.025 * (1 / 2000 + 1 / 1000)) ** 0.5  # both have Monte Carlo errors
     shares = right.double().mean(1)
@@ -63,7 +65,7 @@ def test_by_chance_errors_are_those_of_draws() -> None:
 
 
 def test_many_answers_are_drawn_in_sums_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Answers(*drawn(3000), of_classes=True)
+    found = AnswerProbabilities(*drawn(3000), of_classes=True)
     one_by_one = calibration_error_by_chance(found)
     monkeypatch.setattr(verdict, "MANY", 10)
     assert calibration_error_by_chance(found) == pytest.approx(one_by_one, rel=0.1)  # of 25 draws in the tail

@@ -11,7 +11,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.api import Trained
-from lapwing.training.state import State
+from lapwing.training.state import TrainingState
 from tests import problems
 from tests.attack.damage import Contents
 from tests.cases import BY_NAME
@@ -104,10 +104,10 @@ def test_resuming_after_a_crash(optimiser: str, source: str, tmp_path: Path) -> 
     path = tmp_path / "run.state"
     with pytest.raises(CrashError):
         run(recipe(optimiser, 6, crash=1, **settings), data(source), noise=2, checkpoint=path)
-    assert State.load(path).epoch == 3
+    assert TrainingState.load(path).epoch == 3
     resumed = run(recipe(optimiser, 6, **settings), data(source), noise=3, resume=path, checkpoint=str(path))
     same(resumed, whole)
-    assert State.load(path).epoch == 6
+    assert TrainingState.load(path).epoch == 6
     assert list(tmp_path.iterdir()) == [path]
     same(run(recipe(optimiser, 6, **settings), data(source), noise=4, resume=str(path)), whole)  # nothing left to do
 
@@ -135,7 +135,7 @@ def test_buffers_are_resumed_too() -> None:
 def test_a_state_is_its_file(tmp_path: Path) -> None:
     state = run(recipe("adam", 2), data("batches")).state
     state.save(tmp_path / "state")
-    read = State.load(tmp_path / "state")
+    read = TrainingState.load(tmp_path / "state")
     assert read.history == state.history
     assert read.epoch == 2
     assert all(torch.equal(value, read.weights[name]) for name, value in state.weights.items())

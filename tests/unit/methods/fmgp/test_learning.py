@@ -12,7 +12,15 @@ from torch import nn
 import lapwing as lw
 from lapwing.likelihoods.base import energy
 from lapwing.linalg.stochastic import Inducing
-from lapwing.methods.fmgp import FreeKernel, FunctionPosterior, KernelState, Learning, Sight, Table, last_layer_network
+from lapwing.methods.fmgp import (
+    FeatureTable,
+    FreeKernel,
+    FunctionPosterior,
+    KernelState,
+    Learning,
+    Sight,
+    last_layer_network,
+)
 from lapwing.problem import Statistics
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.methods.fmgp.tasks import classes, confident, curve, fitted, learned, model
@@ -40,7 +48,7 @@ def test_points_at_all_data_are_the_exact_process(kind: str) -> None:
     state = KernelState(
         kernel, points, numbers, torch.zeros(16, dtype=D), noise.log(), Inducing(torch.eye(16, dtype=D))
     )
-    _, rows = state.whitened(Table(seen, seen, seen))
+    _, rows = state.whitened(FeatureTable(seen, seen, seen))
     flat = rows.flatten(0, 1)
     known = replace(state, inducing=state.inducing.updated(flat.T @ flat / noise, 1.0))
     found = known.posterior(problem, sight, Statistics(0.0, 8, 2), ())
@@ -74,7 +82,7 @@ def test_the_posterior_is_the_state_that_was_learned(kernel: str, count: int, mo
     x = torch.linspace(-5, 5, 21, dtype=D)[:, None]
     seen, f = posterior.posterior.sight(x)
     with torch.no_grad():
-        before, rows = states[0].whitened(Table(seen, f, f))
+        before, rows = states[0].whitened(FeatureTable(seen, f, f))
         expected = states[0].inducing.posterior_cov(before, rows)
     assert_close(posterior.functions(x).cov, expected, SOLVED)
     joint = posterior.functions(x, joint=True).cov.reshape(21, 21)
@@ -85,7 +93,7 @@ def test_steps_on_the_covariance_end_where_the_objective_is_flat(monkeypatch: py
     """Both processes count: 2 KL less the energies of the one with the network's mean and the one with its own."""
     x, y = curve()
     with torch.no_grad():
-        table = Table(x, model()(x), y)
+        table = FeatureTable(x, model()(x), y)
     every_row = lambda shape, *_: (torch.arange(shape[0], dtype=D) + 0.5) / shape[0]
     monkeypatch.setattr("lapwing.methods.fmgp.uniform", every_row)
     likelihood, gen = lw.Gaussian(noise_std=2.0), torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.fmgp import Table, output_scale
+from lapwing.methods.fmgp import FeatureTable, output_scale
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.methods.fmgp.tasks import curve, fitted, model
 from tests.unit.methods.sine import NOISE
@@ -69,11 +69,13 @@ def test_an_output_that_is_constant_has_the_scale_of_its_targets(unit: float) ->
     y = unit * curve()[1]
     spread = float(y.std(correction=0))
     constant = torch.full((60, 1), 0.1 * unit, dtype=D)
-    assert float(output_scale(lw.Gaussian(), Table(y, constant, y))) == pytest.approx(spread)
-    assert float(output_scale(lw.Gaussian(), Table(y, 0.3 * y, y))) == pytest.approx(0.3 * spread)
-    assert float(output_scale(lw.Gaussian(), Table(y, 0.3 * y, constant))) == pytest.approx(0.3 * spread)
-    assert float(output_scale(lw.Gaussian(), Table(y, constant, constant))) == 1
-    assert float(output_scale(lw.Poisson(), Table(y, 0.3 * y / unit, 1e6 * y))) == pytest.approx(0.3 * spread / unit)
+    assert float(output_scale(lw.Gaussian(), FeatureTable(y, constant, y))) == pytest.approx(spread)
+    assert float(output_scale(lw.Gaussian(), FeatureTable(y, 0.3 * y, y))) == pytest.approx(0.3 * spread)
+    assert float(output_scale(lw.Gaussian(), FeatureTable(y, 0.3 * y, constant))) == pytest.approx(0.3 * spread)
+    assert float(output_scale(lw.Gaussian(), FeatureTable(y, constant, constant))) == 1
+    assert float(output_scale(lw.Poisson(), FeatureTable(y, 0.3 * y / unit, 1e6 * y))) == pytest.approx(
+        0.3 * spread / unit
+    )
 
 
 @pytest.mark.parametrize("value", [0.3, math.pi, 1e5 + 0.1])
