@@ -1,0 +1,256 @@
+"""Experiments on images, with tiny networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from experiments.engine.contract import Record
+from experiments.options import silent
+from experiments.vision.cnn import Convolutional
+from experiments.vision.corruptions import KINDS, STRENGTHS, corrupted, rotated
+from experiments.vision.drift import PRIORS, Drift, layer_scores
+from experiments.vision.learning import Schedule, train_large, train_together
+from experiments.vision.limits import Limit, within
+from experiments.vision.networks import ResNet18, convolutional, perceptron, seeded
+from experiments.vision.predictions import best_temperature, in_parts, sampled_network, scores_of
+from experiments.vision.sets import read_set
+from lapwing.errors import DataError
+
+# Sampled and linearised convolutional networks on a few digits, and the parts that train and predict.
+
+TINY = replace(Convolutional.quick(), channels=((2, 3),), hidden=5, epochs=2, data=130, tuning=30, test=40, draws=4)
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    return list(TINY.measure("digits/0", silent))
+
+
+def test_every_method_has_its_scores(records: list[Record]) -> None:
+    assert TINY.units() == ("digits/0",)
+    assert [r.method for r in records][:2] == ["MAP", "temperature"]
+    assert len({r.method for r in records}) == len(records) == 12
+    for record in records:
+        assert (record.group, record.repeat) == ("digits", 0)
+        assert set(record.scores) == {"accuracy", "NLL", "ECE", "Brier", "OOD AUROC"}
+        assert record.scores["NLL"] > 0
+        assert record.seconds is not None
+
+
+def test_a_unit_gives_the_same_numbers_again(records: list[Record]) -> None:
+    again: Iterator[Record] = TINY.measure("digits/0", silent)
+    for first, second in zip(records[:3], again, strict=False):
+        assert second.scores == pytest.approx(first.scores, rel=1e-6)
+
+
+def test_the_limit_leaves_methods_out() -> None:
+    lines: list[str] = []
+    done = list(within({"one": lambda: 1, "two": lambda: 2}, Limit(0.0), lines.append, "unit"))
+    assert done == []
+    assert lines == ["unit, one: not begun, the time is over", "unit, two: not begun, the time is over"]
+
+
+def test_a_method_that_fails_is_named() -> None:
+    lines: list[str] = []
+
+    def fails() -> int:
+        raise DataError("no data")
+
+    done = list(within({"one": fails, "two": lambda: 2}, Limit(None), lines.append, "unit"))
+    assert [(name, each.answer) for name, each in done] == [("two", 2)]
+    assert lines == ["unit, one: failed: no data"]
+
+
+def data(n: int = 60) -> tuple[Tensor, Tensor]:
+    x = torch.randn(n, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    return x, (x.sum((1, 2, 3)) > 0).long()
+
+
+def test_networks_trained_together_are_those_trained_alone() -> None:
+    x, y = data()
+    schedule = Schedule(2, 60, 1e-2)  # one batch: the order of the rows has no effect
+    make = lambda: [seeded(lambda: perceptron((1, 4, 4), 2, (7,)), seed).double() for seed in (3, 4)]
+    both, alone = make(), make()
+    train_together(both, x.double(), y, schedule, (0.0, 0.3), 0)
+    for model, decay in zip(alone, (0.0, 0.3), strict=True):
+        train_together([model], x.double(), y, schedule, (decay,), 0)
+    for model, other in zip(both, alone, strict=True):
+        assert not model.training
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+
+def test_networks_that_cannot_be_trained_together() -> None:
+    x, y = data()
+    with pytest.raises(DataError, match="1 networks and 2 decays"):
+        train_together([perceptron((1, 4, 4), 2, (3,))], x, y, Schedule(1), (0.0, 1.0), 0)
+    with pytest.raises(DataError, match="running statistics"):
+        train_together([nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16))], x, y, Schedule(1), (0.0,), 0)
+    with pytest.raises(DataError, match="expected fewer"):
+        convolutional((1, 4, 4), 2, (2, 3, 5), 4)
+
+
+def test_a_large_network_learns() -> None:
+    x, y = data(40)
+    x = torch.nn.functional.interpolate(x, (8, 8)).repeat(1, 3, 1, 1)
+    model = seeded(lambda: ResNet18(classes=2, width=4, blocks=1), 0)
+    with torch.no_grad():
+        before = nn.functional.cross_entropy(model(x), y)
+    train_large(model, x, y, Schedule(6, 20, 0.1), 1e-4, 0)
+    assert not model.training
+    with torch.no_grad():
+        assert nn.functional.cross_entropy(model(x), y) < before
+
+
+def test_the_sampled_network_is_the_mean_of_its_draws() -> None:
+    x, y = data()
+    model = seeded(lambda: perceptron((1, 4, 4), 3, (7,)), 0)
+    posterior = lw.fit(model, [(x, y)], "classification", prior=2.0, progress=False)
+    drawn = posterior.network_samples(x, 7, torch.Generator().manual_seed(5)).double().softmax(-1).mean(0)
+    probs = in_parts(sampled_network(posterior, 7, 5, together=3), x, 25)
+    torch.testing.assert_close(probs, drawn, rtol=1e-5, atol=1e-7)
+    with pytest.raises(DataError, match="at least one"):
+        sampled_network(posterior, 0, 5)
+    some = lw.fit(
+        model, [(x, y)], "classification", method=lw.Diagonal(), weights=lw.subnetwork([0, 4]), progress=False
+    )
+    with pytest.raises(DataError, match="whole layers"):
+        sampled_network(some, 2, 0)
+
+
+def test_scores_and_temperature() -> None:
+    y = torch.tensor([0, 1, 1, 0, 1])
+    logits = torch.nn.functional.one_hot(y, 2).double().log_softmax(-1)
+    overconfident = torch.cat([10 * logits[:4], 10 * logits[4:].flip(-1)])
+    assert best_temperature(overconfident, y) > 3
+    scores = scores_of(logits.softmax(-1), y, torch.full((3, 2), 0.5))
+    assert scores["accuracy"] == scores["OOD AUROC"] == 1.0
+    sure = torch.tensor([[1.0, 0.0]]).expand(5, 2)
+    assert 100 < scores_of(sure, y)["NLL"] < 1000  # large, but finite
+    assert "OOD AUROC" not in scores_of(logits.softmax(-1), y)
+
+
+def test_unknown_sets() -> None:
+    with pytest.raises(DataError, match="expected one of digits"):
+        read_set("cats", None, "cpu")
+
+
+# Corrupted and rotated images.
+
+
+def images(dtype: torch.dtype = torch.float32) -> Tensor:
+    """Five images of two channels: smooth waves and noise, so that every kind changes them."""
+    generator = torch.Generator().manual_seed(1)
+    rows, columns = torch.arange(20.0).view(-1, 1), torch.arange(24.0)
+    waves = 0.5 + 0.2 * torch.sin(rows / 3) * torch.cos(columns / 4)
+    return (waves + 0.2 * torch.rand(5, 2, 20, 24, generator=generator)).to(dtype).clamp(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_strength_is_further_from_the_clean_image(kind: str, dtype: torch.dtype) -> None:
+    x = images(dtype)
+    distances = [float((corrupted(x, kind, s) - x).norm()) for s in (0, *STRENGTHS)]
+    assert distances[0] == 0
+    assert all(after > 1.02 * before for before, after in pairwise(distances))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shape_dtype_range_and_seed(kind: str) -> None:
+    x = images(torch.float64)
+    once, again, other = (corrupted(x, kind, 4, seed) for seed in (3, 3, 5))
+    assert once.shape == x.shape
+    assert once.dtype == x.dtype
+    assert float(once.min()) >= 0
+    assert float(once.max()) <= 1
+    assert torch.equal(once, again)
+    assert torch.equal(once, other) == (kind != "noise")
+
+
+def test_an_image_without_structure_has_nothing_to_lose() -> None:
+    flat = torch.full((2, 3, 16, 20), 0.25)
+    for kind in ("blur", "contrast", "pixelate"):
+        torch.testing.assert_close(corrupted(flat, kind, 5), flat)
+
+
+def test_contrast_keeps_the_mean_of_each_image() -> None:
+    x = images(torch.float64)
+    torch.testing.assert_close(corrupted(x, "contrast", 3).mean((1, 2, 3)), x.mean((1, 2, 3)))
+
+
+def test_rotations() -> None:
+    x = images(torch.float64)[..., :20]
+    torch.testing.assert_close(rotated(x, 0.0), x)
+    torch.testing.assert_close(rotated(x, 90.0), x.rot90(1, (2, 3)))
+    torch.testing.assert_close(rotated(x, 180.0), x.flip((2, 3)))
+
+
+def test_wrong_input_is_refused() -> None:
+    x = images()
+    with pytest.raises(DataError, match="expected one of noise"):
+        corrupted(x, "fog", 1)
+    for strength in (6, -1, True, 1.5):
+        with pytest.raises(DataError, match="expected a whole number from 0 to 5"):
+            corrupted(x, "blur", strength)  # type: ignore[arg-type]
+    for wrong in (x[0], (255 * x).byte(), x[:0]):
+        with pytest.raises(DataError, match=r"expected floating-point numbers \(N, C, H, W\)"):
+            corrupted(wrong, "blur", 1)
+    for wrong in (2 * x, x.where(x < 0.6, torch.nan)):
+        with pytest.raises(DataError, match="expected zero to one"):
+            rotated(wrong, 10.0)
+
+
+# Precisions of layers while the evidence trains: its records, and the balance of penalties at a minimum.
+
+DRIFT_TINY = replace(
+    Drift.quick(), hidden=(7, 6), data=40, test=30, epochs=(2, 3), updates=2, precisions=(1.0, 9.0), hyper_steps=2
+)
+
+
+@pytest.fixture(scope="module")
+def drift_records() -> list[Record]:
+    return list(DRIFT_TINY.measure("relu/1", silent))
+
+
+def test_every_training_has_its_scores(drift_records: list[Record]) -> None:
+    assert DRIFT_TINY.units() == ("relu/0", "tanh/0")
+    assert list(dict.fromkeys(r.group for r in drift_records)) == ["relu, 2 epochs", "relu, 3 epochs"]
+    names = [*PRIORS, "precision 1", "precision 9", "validation"]
+    assert [r.method for r in drift_records] == names * 2
+    for record in drift_records:
+        assert record.repeat == 1
+        assert ("penalties" in record.scores) == (record.method in PRIORS)
+
+
+def test_validation_is_one_of_the_fixed_precisions(drift_records: list[Record]) -> None:
+    fixed = [r.scores for r in drift_records[:5] if r.method.startswith("precision")]
+    assert drift_records[4].scores in fixed
+
+
+def test_layers_are_measured_by_their_definition() -> None:
+    """δ|W|² of two layers under two precisions, written out."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(9, 3), torch.arange(9) % 2
+    prior = lw.per_layer(1.0)
+    posterior = lw.fit(model, [(x, y)], lw.Categorical(link="probit"), prior=prior, method=lw.Kron(), progress=False)
+    posterior = posterior.with_prior(lw.per_layer([2.0, 8.0]))
+    scores = layer_scores(posterior)
+    assert scores["precision"] == pytest.approx(4.0)
+    assert (scores["first"], scores["last"]) == pytest.approx((2.0, 8.0))
+    squares = [float(model[i].weight.detach().square().sum()) for i in (0, 2)]
+    ratio = 2.0 * squares[0] / (8.0 * squares[1])
+    assert scores["penalties"] == pytest.approx(max(ratio, 1 / ratio), rel=1e-5)
+    gammas = list(posterior.effective_parameters().layers.values())
+    assert scores["γs"] == pytest.approx(max(gammas) / min(gammas))
+
+
+def test_unknown_activations_are_named() -> None:
+    with pytest.raises(DataError, match="the activation is 'gelu'; expected one of relu, tanh"):
+        list(DRIFT_TINY.measure("gelu/0", silent))
