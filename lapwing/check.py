@@ -19,7 +19,7 @@ from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast,
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.priors.given import Isotropic
+from lapwing.priors import Isotropic
 from lapwing.problem import Problem
 from lapwing.registry import METHODS, Auto, Choice, named
 from lapwing.runtime.settings import FLAG, NONE, Rule, is_integer

@@ -37,8 +37,8 @@ from lapwing.methods.swag import SWAG
 from lapwing.methods.variational_last_layer import VariationalLastLayer
 from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.selection import AllWeights, Weights
+from lapwing.priors import Isotropic
 from lapwing.priors.base import Prior
-from lapwing.priors.given import Isotropic
 from lapwing.runtime.settings import FLAG, Rule, is_real, refuse_other_settings, require_integer
 
 METHODS = {

@@ -26,8 +26,8 @@ from lapwing.methods.low_rank import LowRank
 from lapwing.networks.forward import arithmetic_of
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.selection import Selection, Weights, all_weights, named, subnetwork
+from lapwing.priors import DiagonalPrior, Isotropic
 from lapwing.priors.base import Prior
-from lapwing.priors.given import diagonal, isotropic
 from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, Rule, integer, is_real, nearest, one_of, require
 from lapwing.runtime.threads import ProgressBar
 
@@ -242,10 +242,10 @@ def likelihood_of(name: str, dispersion: Tensor) -> Any:
 def prior_of(precision: Tensor, mean: Any, selection: Selection) -> Prior:
     """Return the native prior: one precision, one for each parameter tensor, or one for each weight."""
     if precision.numel() == 1:
-        return isotropic(precision.reshape(()), mean)
+        return Isotropic(precision.reshape(()), mean)
     if precision.numel() == len(selection.names) != selection.size and selection.index is None:
         precision = precision.repeat_interleave(torch.tensor(selection.sizes, device=precision.device))
-    return diagonal(precision, mean)
+    return DiagonalPrior(precision, mean)
 
 
 NUMBER = Rule("a finite number", lambda v: is_real(v) and math.isfinite(v))

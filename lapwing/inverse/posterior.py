@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from lapwing.data.inputs import Inputs, refuse_meta
 from lapwing.errors import DataError, DivergedError, UnsupportedError
 from lapwing.inverse.belief import ClassMatrices, InverseBelief
+from lapwing.inverse.priors import BoundFilterGP, ClassCovariance
 from lapwing.inverse.problem import ImageTangent, InverseProblem, LinearOperator, Observation, bound_prior
 from lapwing.linalg.krylov import RandomisedEigenpairs, random_signs
 from lapwing.linalg.operators import Solution
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.selection import Weights
-from lapwing.priors.base import ClassCovariance, Prior
-from lapwing.priors.filters import BoundFilterGP, filter_gp
+from lapwing.priors import FilterGP
+from lapwing.priors.base import Prior
 from lapwing.runtime.memory import budget, gathered, refuse_beyond
 from lapwing.runtime.settings import GENERATOR, NUMBER, Rule, one_of, require_integer, seen
 from lapwing.runtime.threads import independent_generator, shows_inner_progress
@@ -465,7 +466,7 @@ def fit(
 
     >>> net = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv1d(4, 1, 3, padding=1))
     >>> z, blur = torch.linspace(-1, 1, 16).reshape(1, 1, 16), torch.ones(8, 16) / 16
-    >>> posterior = fit(net, z, torch.zeros(8), blur, prior=filter_gp(), noise_std=0.1)
+    >>> posterior = fit(net, z, torch.zeros(8), blur, prior=FilterGP(), noise_std=0.1)
     >>> posterior.std.shape
     torch.Size([1, 16])
     """
@@ -476,7 +477,7 @@ def fit(
     if tuner is not None:
         checked_tuner(tuner)
     tangent = _wide(ImageTangent.build(model, x, weights))
-    bound = bound_prior(filter_gp(blocks=ONE) if prior is None else prior, tangent)
+    bound = bound_prior(FilterGP(blocks=ONE) if prior is None else prior, tangent)
     observation = Observation.of(operator, tangent.size, tangent.f)
     measurements = _measurements(y, observation.rows, tangent.device)
     exact, image = _plan(solver, bound, observation, tangent)

@@ -14,6 +14,7 @@ from torch.func import functional_call, jvp, vjp, vmap
 
 from lapwing.data.inputs import Inputs, check_finite, map_tensors, moved
 from lapwing.errors import DataError, InputError, ModelError, UnsupportedError
+from lapwing.inverse.priors import ClassCovariance, class_covariance, same_classes
 from lapwing.linalg.operators import OperatorDesign, SparseOperator
 from lapwing.linalg.ridge import WIDE, refuse_unpaired
 from lapwing.networks.forward import (
@@ -26,8 +27,8 @@ from lapwing.networks.forward import (
     unwrapped,
 )
 from lapwing.networks.selection import AllWeights, Named, Selection, Weights, float_parameters, selected
-from lapwing.priors.base import ClassCovariance, Prior, same_classes
-from lapwing.priors.given import Isotropic
+from lapwing.priors import Isotropic
+from lapwing.priors.base import Prior
 from lapwing.runtime.memory import budget, gathered, runs
 from lapwing.runtime.settings import POSITIVE, Rule, seen
 from lapwing.runtime.threads import FORWARD_MODE, ProgressBar, is_showing, math_attention, quiet
@@ -470,7 +471,7 @@ class InverseProblem:
 
     def with_prior(self, given: ClassCovariance | Prior | float) -> InverseProblem:
         """Return the problem with another prior of the same structure, bound to the weights or as users give it."""
-        prior: Any = given if hasattr(given, "selection") else bound_prior(given, self.network)
+        prior = given if isinstance(given, ClassCovariance) else bound_prior(given, self.network)
         if not same_classes(prior, self.prior):
             raise UnsupportedError(
                 "the prior has other blocks than that of the fit; expected the same blocks with other values. Fit "
@@ -562,6 +563,4 @@ def bound_prior(given: Any, tangent: ImageTangent) -> ClassCovariance:
             f"the prior {type(given).__name__} takes groups or a scale from the data of lw.fit; expected filter_gp(), "
             "isotropic(), per_layer() or grouped()."
         )
-    bound = given.structured(tangent.selection, tangent.f)
-    _ = bound.parts  # raises if there are too many classes
-    return bound
+    return class_covariance(given, tangent.selection, tangent.f)

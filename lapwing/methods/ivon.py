@@ -20,7 +20,7 @@ from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of
 from lapwing.posteriors.sampled import Drawn, WeightDraws
-from lapwing.priors.given import Isotropic
+from lapwing.priors import Isotropic
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 from lapwing.runtime.settings import NONE, POSITIVE, Rule, is_real, require, require_integer
 from lapwing.runtime.state import MEMBERS, SMALLEST, Array, State, Whole, saved

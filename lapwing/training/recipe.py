@@ -16,7 +16,7 @@ from lapwing.methods.base import Method
 from lapwing.methods.full import Full
 from lapwing.methods.kron import Kron
 from lapwing.methods.map_only import MapOnly
-from lapwing.priors import isotropic, per_layer
+from lapwing.priors import Isotropic, PerLayer
 from lapwing.priors.base import BoundPrior, Prior
 from lapwing.runtime.settings import FLAG, FUNCTION, NONE, POSITIVE, Rule, one_of, require, require_integer
 from lapwing.runtime.state import SMALLEST, Array, Either, Field, Maybe, Real, State, Unread, Whole, on_device
@@ -167,7 +167,7 @@ class Recipe:
     Raises:
         UnsupportedError: If a setting is out of range or of the wrong kind.
 
-    >>> recipe = Recipe(10, Full(), isotropic(1.0), FixedPoint(max_steps=1), burn_in=4, frequency=3)
+    >>> recipe = Recipe(10, Full(), Isotropic(1.0), FixedPoint(max_steps=1), burn_in=4, frequency=3)
     >>> [epoch for epoch in range(10) if recipe.updates_after(epoch)]
     [4, 7, 9]
     """
@@ -264,7 +264,7 @@ def online(epochs: int = 100, **changes: Any) -> Recipe:
     >>> online(epochs=20, burn_in=5).frequency
     1
     """
-    return _changed(Recipe(epochs, Kron(), per_layer(1.0), Ascend()), changes)
+    return _changed(Recipe(epochs, Kron(), PerLayer(1.0), Ascend()), changes)
 
 
 def classic(epochs: int = 30, **changes: Any) -> Recipe:
@@ -286,7 +286,7 @@ def classic(epochs: int = 30, **changes: Any) -> Recipe:
     >>> classic().optimiser
     'lbfgs'
     """
-    recipe = Recipe(epochs, Full(), isotropic(1.0), FixedPoint(max_steps=1), optimiser="lbfgs", keep_best=False)
+    recipe = Recipe(epochs, Full(), Isotropic(1.0), FixedPoint(max_steps=1), optimiser="lbfgs", keep_best=False)
     return _changed(recipe, changes)
 
 
@@ -311,7 +311,7 @@ def fixed(epochs: int = 100, precision: float = 1.0, **changes: Any) -> Recipe:
     False
     """
     POSITIVE.check("precision", precision)
-    return _changed(Recipe(epochs, MapOnly(), isotropic(precision), None), changes)
+    return _changed(Recipe(epochs, MapOnly(), Isotropic(precision), None), changes)
 
 
 def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:

@@ -21,8 +21,7 @@ from lapwing.linalg.dense import cholesky
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import Bounded, HasEvidence, Posterior, Reweightable, Tunable
-from lapwing.priors.base import starting_precisions
-from lapwing.priors.filters import prior_kernel
+from lapwing.priors.base import prior_kernel, starting_precisions
 from lapwing.problem import Problem
 from lapwing.runtime.settings import DATA, FLAG, FUNCTION, NONE, POSITIVE, Rule, is_data, require, require_integer, seen
 from lapwing.runtime.trace import Step, Trace

@@ -50,7 +50,7 @@ from lapwing.demo.result import Result
 from lapwing.demo.training import TrainingSettings, mlp
 from lapwing.methods.hfl.hfl import ResponsePosterior
 from lapwing.methods.inducing.points import Anchors
-from lapwing.priors.filters import prior_kernel
+from lapwing.priors.base import prior_kernel
 from tests.tolerances import SOLVED, assert_close
 
 # EM from samples of a small ResNet, against the exact posterior.

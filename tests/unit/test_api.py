@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import lapwing as lw
-from lapwing.priors.given import Isotropic
+from lapwing.priors import Isotropic
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.conformance.declared import SMALL, small_method

@@ -24,7 +24,7 @@ from lapwing.linalg.dense import smooth_whitening
 from lapwing.linalg.stochastic import Inducing
 from lapwing.methods.inducing.points import InducingPoints, whitened_rows
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.priors.filters import prior_kernel
+from lapwing.priors.base import prior_kernel
 from lapwing.runtime.memory import PIECE, budget, runs
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, numbered_generator
 from lapwing.runtime.trace import Step

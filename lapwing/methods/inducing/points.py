@@ -37,9 +37,8 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.base import BoundPrior
-from lapwing.priors.filters import prior_kernel
-from lapwing.priors.given import isotropic
+from lapwing.priors import Isotropic
+from lapwing.priors.base import BoundPrior, prior_kernel
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.memory import budget, fitting, gathered
 from lapwing.runtime.state import Array, Maybe, PartOf, Samples, State, saved, semidefinite
@@ -99,7 +98,7 @@ class AnchoredCurvature:
     @cached_property
     def values(self) -> Tensor:
         """The nonzero eigenvalues of H̃, (r,)."""
-        one = isotropic(1.0).bound(self.selection, self.mix)
+        one = Isotropic(1.0).bound(self.selection, self.mix)
         return eigvalsh(AnchoredRows(self.anchors, self.mix).gram(one)).clamp_min(0)
 
     @cached_property

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.inverse.priors import class_covariance
 from lapwing.linalg.operators import OperatorDesign
 from lapwing.networks.selection import Selection
 from tests.references import inverse as dense
@@ -324,14 +325,14 @@ def test_another_bound_prior_needs_the_same_blocks() -> None:
     posterior = fitted()
     other = replace(posterior.prior, values=posterior.prior.values * 2)  # type: ignore[type-var]
     assert_close(posterior.with_prior(other).covariance(), case().covariance([2 * v for v in VALUES]))
-    isotropic = lw.isotropic().structured(posterior.problem.network.selection, torch.empty(0))
+    isotropic = class_covariance(lw.isotropic(), posterior.problem.network.selection, torch.empty(0))
     with pytest.raises(lw.errors.UnsupportedError, match="other blocks"):
         posterior.with_prior(isotropic)
 
 
 def test_blocks_of_the_case_are_those_of_the_reference() -> None:
     sizes = [tuple(dict(case().model.named_parameters())[name].shape) for name in NAMES]
-    prior = lw.priors.filter_gp(blocks=BLOCKS).structured(Selection(NAMES, tuple(sizes)), torch.empty(0))
+    prior = class_covariance(lw.priors.filter_gp(blocks=BLOCKS), Selection(NAMES, tuple(sizes)), torch.empty(0))
     assert prior.names == (
         "first.variance", "first.length_scale", "middle.variance", "middle.length_scale", "points.variance",
     )  # fmt: skip

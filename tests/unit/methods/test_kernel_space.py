@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.priors.given import PerLayer
+from lapwing.priors import PerLayer
 from tests import problems
 from tests.cases import BY_NAME, Case, cast
 from tests.references import dense

@@ -18,7 +18,7 @@ from lapwing.methods.inducing import learning as valla_validation_module
 from lapwing.methods.inducing import valla as module
 from lapwing.methods.inducing.learning import COARSE, FINE, Validation
 from lapwing.methods.inducing.points import AnchoredCurvature
-from lapwing.priors.given import PerLayer
+from lapwing.priors import PerLayer
 from lapwing.runtime.trace import Step
 from tests import problems
 from tests.cases import BY_NAME

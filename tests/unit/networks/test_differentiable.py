@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.methods.inducing.points import Anchors
 from lapwing.networks.network import Network
-from lapwing.priors.filters import prior_kernel
+from lapwing.priors.base import prior_kernel
 from tests import problems
 from tests.cases import BY_NAME, Case, attention, mlp, norms, recurrent, sdpa, transformer
 from tests.tolerances import assert_close

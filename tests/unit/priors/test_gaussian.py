@@ -108,7 +108,7 @@ def test_a_block_across_two_layers_gets_each_layers_precision() -> None:
             lambda: per_layer(torch.ones(4)),
             "PerLayer got 4 precisions; expected 1 or 3, one for each of body",
         ),
-        (lambda: diagonal(torch.ones(7)), "the prior Diagonal got 7 precisions; expected 1 or 19"),
+        (lambda: diagonal(torch.ones(7)), "the prior DiagonalPrior got 7 precisions; expected 1 or 19"),
         (lambda: per_layer({"body": 1.0}), r"missing \['', 'head'\], unknown \[\]"),
         (lambda: diagonal({"body.weight": 1.0, "tail": 2.0}), r"unknown \['tail'\]"),
         (lambda: isotropic(1.0, torch.zeros(4)), "prior mean has 4 entries; expected 1 or 19"),

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.networks.selection import Selection
-from lapwing.priors import g_prior, grouped, per_normalised_group
-from lapwing.priors.given import GPrior
+from lapwing.priors import GPrior, g_prior, grouped, per_normalised_group
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense, kfac, structures

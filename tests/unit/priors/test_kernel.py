@@ -13,8 +13,7 @@ import lapwing as lw
 from lapwing.curvature.kronecker import prior_precision
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
-from lapwing.priors.base import BoundPrior
-from lapwing.priors.filters import prior_kernel
+from lapwing.priors.base import BoundPrior, prior_kernel
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.references import dense, inducing

@@ -11,7 +11,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing import errors, recipes
-from lapwing.priors.given import PerLayer
+from lapwing.priors import PerLayer
 from lapwing.runtime.threads import ProgressBar
 from tests import problems
 from tests.unit.training.settings import arrays, kept, mlp, set_to

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch import distributions as d
 
 import lapwing as lw
-from lapwing.priors.given import PerLayer
+from lapwing.priors import PerLayer
 from lapwing.runtime.trace import Trace
 from tests import problems
 from tests.cases import BY_NAME

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.data.batches import Data
 from lapwing.networks.network import Network
-from lapwing.priors.given import Isotropic
+from lapwing.priors import Isotropic
 from lapwing.tuners.held_out_data import WIDTHS, HeldOutputs, learned_offset
 from tests import problems
 from tests.cases import BY_NAME

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing import tangent as tangent_model
 from lapwing.data.batches import Data
-from lapwing.priors.given import Isotropic
+from lapwing.priors import Isotropic
 from lapwing.tuners.linear_mode import ModeSolver
 from tests import problems
 from tests.cases import BY_NAME, Wrapped

@@ -16,7 +16,7 @@ from lapwing.curvature.sweep import PerOutputCurvature
 from lapwing.data.batches import Data
 from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.given import GPrior
+from lapwing.priors import GPrior
 from lapwing.tuners import held_out
 from lapwing.tuners.held_out import PRECISIONS, TEMPERATURES, held_out_scores, nll
 from lapwing.tuners.mixing import (
