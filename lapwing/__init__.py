@@ -7,9 +7,8 @@ The names below are for everyday use. The rest is in namespaces: ``tuners``, ``p
 from lapwing import baselines, errors, inverse, linear, memory, metrics, plots, priors, recipes, subnetworks, tuners
 from lapwing.api import fit, load, train
 from lapwing.check import check
-from lapwing.compare import compare
+from lapwing.compare import compare, evaluate
 from lapwing.data import samples
-from lapwing.decisions.several import evaluate
 from lapwing.ensembles import train_ensemble
 from lapwing.errors import LapwingError
 from lapwing.fitted import Fitted

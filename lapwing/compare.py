@@ -1,18 +1,25 @@
-"""A ranking of models by their evidence, from the training data alone."""
+"""Rankings of models and posteriors: by the evidence, from the training data alone, and by scores of held-out data."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from lapwing.errors import DataError
+from lapwing.decisions.collecting import aligned, interval_text, write_json
+from lapwing.decisions.evaluation import PLAIN, Bootstrap, matters, plain_of, remarks, scored
+from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
+from lapwing.metrics import ScoreInterval
+from lapwing.networks.forward import outside_autocast
 from lapwing.posteriors.base import EffectiveParameters
 from lapwing.runtime.settings import Rule, refuse_other_arguments
+from lapwing.runtime.state import State
 
 DISTINCT = 3.0  # standard errors between two evidences that decide their order; the errors are estimates themselves
 DRAWS = 2**14  # of the errors, over which probabilities are averaged
@@ -162,3 +169,207 @@ def _findings(ranked: tuple[Candidate, ...], gammas: Mapping[str, EffectiveParam
                 f"and {small.gamma:.1f}: the data decide no more of the larger, so the smaller one suffices."
             )
     return tuple(findings)
+
+
+POSTERIORS = Rule(
+    'a mapping from names to fitted posteriors, such as {"kron": posterior}',
+    lambda v: isinstance(v, Mapping) and v and all(isinstance(name, str) for name in v),
+    DataError,
+)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One posterior on the data: its scores, how far it is behind the best, and its costs."""
+
+    name: str
+    scores: dict[str, ScoreInterval]
+    behind: ScoreInterval  # its NLL less that of the best, from the same resampled data
+    seconds: float  # of the predictions
+    weights: int  # that are uncertain; zero for the plain network
+    stored: int | None  # bytes of what the posterior stores; None if it has no file form, or writing one is long
+    verdict: str = ""  # "worse" than the best, or "undecided"; nothing for the best itself
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Several posteriors on the same data, the best NLL first; print it to read it.
+
+    ``evaluations["kron"]`` is one of them.
+    """
+
+    rows: tuple[Evaluated, ...]
+    task: str
+    inputs: int
+    data: int
+    level: float
+    confidence: float
+    findings: tuple[str, ...] = ()  # remarks on the data, such as targets in other units
+
+    @property
+    def best(self) -> str:
+        """The name of the posterior with the lowest NLL."""
+        return self.rows[0].name
+
+    def __getitem__(self, name: str) -> Evaluated:
+        """Return the row of a posterior."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise DataError(f"there is no posterior {name!r}; expected one of {', '.join(row.name for row in self.rows)}.")
+
+    def __str__(self) -> str:
+        title = f"{self.inputs:,} inputs, {self.data:,} targets ({self.task}); {100 * self.confidence:g} % intervals"
+        others = [name for name in self.rows[0].scores if name != "nll"]
+        table = [("name", "nll", "behind the best", "", *others, "seconds", "weights", "stored")]
+        for row in self.rows:
+            scores = [f"{row.scores[name].value:.4g}" for name in others]
+            stored = "" if row.stored is None else f"{row.stored / 1e6:.3g} MB"
+            costs = (f"{row.seconds:.3g}", f"{row.weights:,}", stored)
+            behind = (interval_text(row.behind), row.verdict)
+            table.append((row.name, interval_text(row.scores["nll"]), *behind, *scores, *costs))
+        return "\n".join([title, *aligned(table), *(f"Note: {finding}" for finding in self.findings)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all rows as plain values, which JSON holds."""
+        return asdict(self)
+
+    def json(self, path: str | Path) -> None:
+        """Write ``to_json`` to a file."""
+        write_json(self.to_json(), path)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the NLL of every posterior with its interval; return the Matplotlib axis.
+
+        Args:
+            ax: The axis to draw on; a new one if None.
+
+        Raises:
+            UnsupportedError: If Matplotlib is not installed.
+        """
+        from lapwing import plots
+
+        draw: Any = plots.ranking
+        return draw(self, ax=ax)
+
+
+@outside_autocast
+def evaluate(
+    posteriors: Mapping[str, Fitted],
+    data: Iterable[Any],
+    *,
+    level: float = 0.95,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+    target_key: str | None = None,
+    progress: bool | None = None,
+    generator: torch.Generator | None = None,
+) -> Evaluations:
+    """Rank several posteriors by their NLL on held-out data, with all other scores, costs and the plain network.
+
+    All predict the same rows in one pass, so that differences are paired; one that counts, by the rule of
+    ``posterior.evaluate``, is "worse" than the best. ``lw.compare`` ranks by the evidence, without
+    held-out data. The plain network is added once for each model, unless one of the posteriors is that: as "plain
+    network", or "plain network of" the first posterior of its model if there are several models.
+
+    Args:
+        posteriors: From names to posteriors, all about the same targets. They may have different networks.
+        data: Data as for ``fit``, with targets, that no posterior was fitted to or validated on.
+        level: The probability of the intervals whose coverage and width are scored, for numbers.
+        confidence: The probability of the bootstrap intervals.
+        resamples: How often the inputs are drawn again.
+        target_key: The key of the target in batches that are mappings, as for ``fit``.
+        progress: Whether to show a progress bar; None shows one on a terminal.
+        generator: For the bootstrap; a fixed seed by default.
+
+    Returns:
+        The posteriors, best first; print it to read it.
+
+    Raises:
+        DataError: If it is no mapping, or data are empty or do not fit, or the tasks differ.
+
+    Cost: the predictions of each posterior, one forward pass for each model, and ``resamples`` sums over the data.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)
+    >>> data = [(x, (x[:, 0] > 0.1).long())]
+    >>> net = torch.nn.Linear(1, 2)
+    >>> methods = {"kron": lw.Kron(), "diagonal": lw.Diagonal()}
+    >>> table = evaluate({name: lw.fit(net, data, "classification", method=m) for name, m in methods.items()}, data)
+    >>> sorted(row.name for row in table.rows)
+    ['diagonal', 'kron', 'plain network']
+    """
+    POSTERIORS.check("posteriors", posteriors)
+    for name, fitted in posteriors.items():
+        Rule("a posterior that fit() made", lambda v: isinstance(v, Fitted), DataError).check(f"{name!r}", fitted)
+    compared = {name: (fitted, fitted.posterior) for name, fitted in posteriors.items()}
+    plain = _plain_networks(posteriors)
+    found = scored({**compared, **plain}, data, level, target_key, progress)
+    tasks = {name: each.scoring.task for name, each in found.items()}
+    if len(set(tasks.values())) > 1:
+        raise DataError(f"the posteriors predict different things: {tasks}; expected one task for all.")
+    bootstrapped = Bootstrap.of(found, level, confidence, resamples, generator)
+    order = sorted(found, key=lambda name: float(bootstrapped.score(name, 0)[0]))
+    rows = tuple(
+        Evaluated(
+            name, bootstrapped.intervals(name), behind, found[name].seconds,
+            *_costs(None if name in plain else posteriors[name]), verdict,
+        )
+        for name, (behind, verdict) in ((name, _behind(bootstrapped, name, order[0])) for name in order)
+    )  # fmt: skip
+    one = found[order[0]]
+    findings = tuple(dict.fromkeys(each for name, (fitted, _) in compared.items()
+                                   for each in remarks(fitted, found[name])))  # fmt: skip
+    return Evaluations(rows, one.scoring.task, one.data.inputs, len(one.data.values), level, confidence, findings)
+
+
+def _behind(bootstrapped: Bootstrap, name: str, best: str) -> tuple[ScoreInterval, str]:
+    """Return the NLL of a posterior less that of the best, and whether it is worse, by the rule of ``evaluate``."""
+    (own, drawn), (least, least_drawn) = (bootstrapped.score(each, 0) for each in (name, best))
+    behind = bootstrapped.interval(own - least, drawn - least_drawn)
+    unit = bootstrapped.scores[name][0].unit
+    size = max(abs(float(own)), abs(float(least))) if unit is None else unit
+    worse = "worse" if matters(behind, size, bootstrapped.inputs) else "undecided"
+    return behind, "" if name == best else worse
+
+
+def _plain_networks(posteriors: Mapping[str, Fitted]) -> dict[str, tuple[Any, Any]]:
+    """Return the plain network of each model that has none among the posteriors, by name."""
+    first: dict[int, str] = {}  # posterior of each model
+    for name, fitted in posteriors.items():
+        first.setdefault(id(fitted.network.model), name)
+    given = {id(each.network.model) for each in posteriors.values() if not each.posterior.has_spread}
+    alone = len(first) == 1 and PLAIN not in posteriors
+    return {
+        PLAIN if alone else f"{PLAIN} of {name}": (posteriors[name], plain_of(posteriors[name]))
+        for model, name in first.items() if model not in given
+    }  # fmt: skip
+
+
+def kind_of(posterior: Any) -> str:
+    """Return what a posterior without error bars from its weights is, in words; nothing if it has some."""
+    if not posterior.has_spread:
+        return PLAIN
+    if posterior is posterior.base or any(cell.scale for cell in posterior.cells):
+        return ""
+    return f"{PLAIN} with {'refitted noise' if posterior.problem.likelihood.has_tails else 'a temperature'}"
+
+
+def _costs(fitted: Fitted | None) -> tuple[int, int | None]:
+    """Return the number of uncertain weights, and the bytes that the posterior stores, where they are cheap to know."""
+    if fitted is None or not fitted.posterior.has_spread:
+        return 0, 0
+    base, weights = fitted.posterior.base, 0 if kind_of(fitted.posterior) else fitted.network.selection.size
+    if base.is_sampled or base.solves_for_inputs:
+        return weights, None
+    try:
+        stored = _nbytes(fitted.posterior.state()) if hasattr(fitted.posterior, "state") else None
+    except UnsupportedError:  # a method without a file form
+        stored = None
+    return weights, stored
+
+
+def _nbytes(state: State) -> int:
+    """Return the bytes of all tensors of a state and of its parts."""
+    own = sum(tensor.nbytes for tensor in state.tensors.values())
+    return own + sum(_nbytes(part) for part in state.parts.values())

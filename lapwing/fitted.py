@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from lapwing.data.processes import ALONE, Processes, in_all_processes
 from lapwing.data.streams import InputStream, is_loader
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.modules import ModuleOf, module_of
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.functionals import Functional
@@ -39,7 +38,6 @@ from lapwing.posteriors.weight_space import SUM, Updatable
 from lapwing.predictives.joined import Images, joined, joined_beliefs, joined_processes
 from lapwing.priors.base import BoundPrior, Prior
 from lapwing.registry import prior_given
-from lapwing.report.page import Reports
 from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, require_integer, usable_device
 from lapwing.runtime.state import on_device
 from lapwing.runtime.threads import shows_progress
@@ -50,16 +48,79 @@ from lapwing.tuners.held_out_data import tuned_on, with_findings
 from lapwing.values.functions import differentiable_beliefs, isolated
 from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, pixels
 
+if TYPE_CHECKING:
+    from lapwing.decisions.abstaining import Abstention
+    from lapwing.decisions.conformal import ConformalIntervals, ConformalSets
+    from lapwing.decisions.evaluation import Evaluation
+    from lapwing.decisions.strange import Detector
+    from lapwing.modules import ClosedForm, Predicting
+    from lapwing.report.page import Report
 
-class Predicts(Protocol):
-    """A posterior around a model, with beliefs and predictions at inputs. ``Fitted`` inherits from it.
 
-    Every call first checks that the model still has the weights that the posterior was fitted to.
+@dataclass(frozen=True, eq=False, repr=False)
+class Fitted:
+    """A fitted posterior: error bars for a network. Made by ``fit``, ``train`` and ``load``.
+
+    Every call first checks that the model still has the weights that the posterior was fitted to, and raises
+    ``ModelError`` if not. ``posterior`` is the method's own result, for code that works below this interface.
+
+    ``evaluate``, ``conformal``, ``abstain``, ``ood`` and ``report`` take held-out data. Calibration data must be drawn
+    like the data that decisions are made for, and must not have been used before: not for training, not as
+    ``validation=`` of ``fit``, not to choose between posteriors. Otherwise, and under a shift of the data, every
+    guarantee is void. A posterior keeps a sketch of the rows of its training and validation data: where some of the
+    calibration data are among them, a ``CalibrationWarning`` says their share, and where all are, the decision is
+    refused. Scores of such data are a warning.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> lw.fit(torch.nn.Linear(1, 1), [(x, x)], lw.Gaussian(noise_std=0.1), prior=2.0)
+    <Fitted: Kron, 2 weights, precision 2, noise variance 0.01>
     """
 
     posterior: Any  # the posterior of the method: a lapwing.posteriors.base.Posterior
     fingerprint: Fingerprint
-    method: str  # the name of the method that was used
+    method: str = ""  # the name of the method that was used
+    why: str = ""  # the reason for the method, if ``Auto`` chose it
+    processes: Processes = ALONE  # those that fitted it together
+    rows: KnownRows = KnownRows()  # sketches of the data that it was fitted to and validated on
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names that ``lapwing fit`` was given
+
+    def __repr__(self) -> str:
+        return f"<Fitted: {self.method}, {self.network.selection.size:,} weights, {self._numbers()}>"
+
+    def summary(self) -> str:
+        """Return a few lines: how good the predictions are beside those of the network alone, and what was fitted.
+
+        The first line compares on held-out data, if there are any; the others say how the hyperparameters came about.
+
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+        >>> data = [(x, (x[:, 0] > 0.1).long())]
+        >>> print(lw.fit(torch.nn.Linear(1, 2), data, "classification", prior=2.0).summary())
+        Kron over 4 of 4 weights, Categorical: precision 2
+        Nothing was tuned.
+        """
+        selection, trace = self.network.selection, self.trace
+        total = sum(p.numel() for p in self.network.model.parameters())
+        what = f"{self.method} over {selection.size:,} of {total:,} weights, {type(self.likelihood).__name__}"
+        lines = [trace.verdict] if trace is not None and trace.verdict else []
+        lines.append(f"{what}: {self._numbers()}")
+        lines += [f"Chosen by Auto: {self.why}"] if self.why else []
+        if self.posterior is not self.base:
+            lines.append(self.posterior.described())
+        if self.network.normalised:
+            lines.append("Norms cancel the scale of the weights before them (lw.check lists these). " + (
+                "Each such group has a precision to itself." if self.prior.needs_groups else
+                "The evidence depends on that scale; the corrected one does not: "
+                "prior=lw.priors.per_normalised_group(), tuner=lw.tuners.LinearMode()."
+            ))  # fmt: skip
+        if trace is None or not trace.tuner:
+            lines.append("Nothing was tuned.")
+        elif trace.scores:
+            lines.append(f"Hyperparameters by {trace.tuner}; {trace.comparison}.")
+        else:
+            lines.append(f"Hyperparameters by {trace.tuner}, after {len(trace.steps)} steps.")
+        return "\n".join([*lines, *(f"Note: {finding}" for finding in self.findings)])
 
     @property
     def base(self) -> Any:
@@ -80,6 +141,19 @@ class Predicts(Protocol):
     def prior(self) -> BoundPrior:
         """The prior over the weights, with its learned precisions in ``prior.values``."""
         return self.posterior.problem.prior
+
+    @property
+    def trace(self) -> Trace | None:
+        """The record of the tuner: values that it tried, with their evidence or score, and findings.
+
+        For a mixture, the steps by which the evidence was maximised are in ``base.trace``.
+        """
+        return self.posterior.trace
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Remarks in words on the posterior and from its tuner; ``summary`` shows them."""
+        return (*(self.trace.findings if self.trace is not None else ()), *self.base.findings)
 
     def __call__(self, x: Inputs) -> Any:
         """Return the predictive over y; the same as ``predict``."""
@@ -214,165 +288,6 @@ class Predicts(Protocol):
             )
         return images.belief(joined_beliefs((self._belief(batch, False, chosen, images) for batch in batches), home))
 
-    def _belief(self, x: Inputs, joint: bool, chosen: ChosenOutputs | None, images: Images) -> FunctionGaussian:
-        """Return the belief about all or some outputs of one batch; of images about their pixels."""
-        x = self._checked(x, slopes=True)
-        if chosen is None or chosen.tokens is None:  # some pixels of an image are no image
-            images.add(self.network.image_form(x))
-        if chosen is not None:
-            chosen.refuse_other(self.network.count(x))
-        at = lambda x: self.posterior(x, joint) if chosen is None else self.posterior.chosen(x, chosen, joint)
-        (belief,) = differentiable_beliefs(lambda x: [at(x)], x)
-        check_finite(belief.mean, "outputs of the network")
-        return belief
-
-    def _predictive(self, x: Inputs, samples: int | None, images: Images) -> Any:
-        """Return the predictive of one batch; of images that of their pixels."""
-        x = self._checked(x, slopes=True)
-        images.add(self.network.image_form(x))
-        return self.posterior.predict(x, samples)
-
-    def _batches(
-        self,
-        x: Inputs,
-        target_key: str | None,
-        progress: bool | None,
-        device: torch.device | str | None,
-        processes: Processes = ALONE,
-    ) -> tuple[Iterable[Inputs] | None, torch.device]:
-        """Return the batches of a loader, None for one batch that stays where it is, and the device of the answer."""
-        network, visible = self.network, shows_progress(progress) and processes.writes
-        home = network.device if device is None else usable_device(device)
-        if not is_loader(x, network.input_places):
-            if not processes.alone:
-                raise UnsupportedError(
-                    f"a process_group of {processes.size} and one batch of inputs; expected a loader or a Dataset, of "
-                    "which each process reads its part. Leave out process_group: every process can predict by itself."
-                )
-            return (None if device is None else [x]), home
-        stream = InputStream(
-            x, network.device, network.input_places, target_key, visible, network.joined, processes, network.arithmetic
-        )
-        return stream, torch.device("cpu") if device is None else home
-
-    def _unchanged(self) -> None:
-        """Raise if the model is in training mode or its weights have changed."""
-        model = self.network.model
-        refuse_training_mode(model)
-        self.fingerprint.refuse_other(model)
-
-    def _checked(self, x: Inputs, slopes: bool = False) -> Inputs:
-        """Return the inputs on the model's device; raise if they are empty or not finite, or the model has changed.
-
-        With ``slopes``, those that require a gradient keep their path to it; raise if the method has none.
-        """
-        self._unchanged()
-        device = self.network.device
-        x = as_tensors(x, self.network.arithmetic)
-        x = moved(x, lambda t: (t if slopes or not t.requires_grad else t.detach()).to(device))
-        if wants_slopes(x) and not self.posterior.differentiable:
-            raise UnsupportedError(
-                f"x requires a gradient, and the beliefs of {self.method} are not differentiable in the inputs. Use "
-                "x.detach(), or a method such as Kron, Full, KernelSpace or Sampled."
-            )
-        if self.network.count(x) == 0:
-            raise DataError("the batch is empty; expected at least one input.")
-        check_finite(x, "inputs")
-        return x
-
-
-class Linearises(Predicts, Protocol):
-    """A posterior whose tangent model is asked for variances and products. ``Fitted`` inherits from it."""
-
-    @outside_autocast
-    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
-        """Return the posterior variance of a scalar function of the weights, or of the outputs at ``x``.
-
-        To first order in the function for methods with a belief about weights.
-
-        Args:
-            function: Takes all weights by name, or, if ``x`` is given, the outputs f (B, C) there, as the model
-                returns them; returns a scalar.
-            x: A batch of inputs, for a function of the outputs.
-
-        >>> import torch
-        >>> import lapwing as lw
-        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=1.0)
-        >>> bool(posterior.variance_of(lambda w: w["weight"][0, 0]) > 0)
-        True
-        >>> slope = posterior.variance_of(lambda f: (f[-1] - f[0]) / 2, x)
-        >>> torch.allclose(slope, posterior.variance_of(lambda w: w["weight"][0, 0]))
-        True
-        """
-        Rule("a function of the weights by name, or of the outputs", FUNCTION.holds).check("function", function)
-        if x is None:
-            self._unchanged()
-        else:
-            x = self._checked(x)
-            form = self.network.image_form(x)
-            given = function
-            function = given if form is None else lambda f: given(form.outputs(f))
-        what = "variance of functions of the weights"
-        return required(self.posterior, HasVarianceOf, what, self.method).variance_of(function, x)
-
-    @outside_autocast
-    def jacobian(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
-        """Return the Jacobian J of all outputs over these data as an operator (N C, P); no matrix is formed.
-
-        ``J @ v`` and ``J.T @ u`` take many vectors at once. Rows of images are in the order (N, H, W, C).
-
-        Args:
-            data: Batches, as for ``fit``.
-            progress: Whether to show a progress bar while data are read; None shows one on a terminal.
-
-        >>> import torch
-        >>> import lapwing as lw
-        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
-        >>> (posterior.jacobian([(x, x)]) @ torch.ones(2)).shape  # of 40 outputs in the direction of both weights
-        torch.Size([40])
-        """
-        design = self._design(data, "jacobian", progress)
-        refuse_reordered(design)
-        return Operator.jacobian(design, self._unchanged)
-
-    @outside_autocast
-    def ggn(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
-        """Return the GGN Σ Jᵀ R Rᵀ J at unit dispersion over these data as an operator (P, P); no matrix is formed.
-
-        Args:
-            data: Batches, as for ``fit``.
-            progress: As for ``jacobian``.
-
-        >>> import torch
-        >>> import lapwing as lw
-        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
-        >>> (posterior.ggn([(x, x)]) @ torch.ones(2)).shape
-        torch.Size([2])
-        """
-        design = self._design(data, "ggn", progress)
-        refuse_unsteady(design)
-        return Operator.ggn(design, self._unchanged)
-
-    def _design(self, data: Iterable[Any], curvature: str, progress: bool | None) -> NetworkDesign:
-        """Return the rows of the Jacobian over these data, times the root of the likelihood's curvature for "ggn"."""
-        self._unchanged()
-        if not self.base.of_one_network:
-            raise UnsupportedError(
-                f"{self.method} has several networks, each with its own weights; expected a posterior of one network "
-                f"for {curvature}(). Fit one to each: lw.fit(model, data, ...)."
-            )
-        network = self.network.shifted(None)
-        batches = network.reading(data, progress=shows_progress(None))
-        batches = batches if progress is None else replace(batches, progress=shows_progress(progress))
-        return NetworkDesign.build(network, self.likelihood, batches, curvature=curvature)
-
-
-class Draws(Predicts, Protocol):
-    """A posterior from which functions and weights are drawn. ``Fitted`` inherits from it."""
-
     @outside_autocast
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n functions drawn from the posterior, evaluated at x: (n, B, C), or (n, B, C, H, W) of images.
@@ -453,72 +368,439 @@ class Draws(Predicts, Protocol):
         check_finite(samples[0], "outputs of the network")
         return images.outputs(samples)
 
+    @outside_autocast
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Return the posterior variance of a scalar function of the weights, or of the outputs at ``x``.
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Fitted(Draws, Linearises, Reports):
-    """A fitted posterior: error bars for a network. Made by ``fit``, ``train`` and ``load``.
+        To first order in the function for methods with a belief about weights.
 
-    Every call first checks that the model still has the weights that the posterior was fitted to, and raises
-    ``ModelError`` if not. ``posterior`` is the method's own result, for code that works below this interface.
+        Args:
+            function: Takes all weights by name, or, if ``x`` is given, the outputs f (B, C) there, as the model
+                returns them; returns a scalar.
+            x: A batch of inputs, for a function of the outputs.
 
-    >>> import lapwing as lw
-    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-    >>> lw.fit(torch.nn.Linear(1, 1), [(x, x)], lw.Gaussian(noise_std=0.1), prior=2.0)
-    <Fitted: Kron, 2 weights, precision 2, noise variance 0.01>
-    """
+        >>> import torch
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=1.0)
+        >>> bool(posterior.variance_of(lambda w: w["weight"][0, 0]) > 0)
+        True
+        >>> slope = posterior.variance_of(lambda f: (f[-1] - f[0]) / 2, x)
+        >>> torch.allclose(slope, posterior.variance_of(lambda w: w["weight"][0, 0]))
+        True
+        """
+        Rule("a function of the weights by name, or of the outputs", FUNCTION.holds).check("function", function)
+        if x is None:
+            self._unchanged()
+        else:
+            x = self._checked(x)
+            form = self.network.image_form(x)
+            given = function
+            function = given if form is None else lambda f: given(form.outputs(f))
+        what = "variance of functions of the weights"
+        return required(self.posterior, HasVarianceOf, what, self.method).variance_of(function, x)
 
-    posterior: Any  # the posterior of the method: a lapwing.posteriors.base.Posterior
-    fingerprint: Fingerprint
-    method: str = ""  # the name of the method that was used
-    why: str = ""  # the reason for the method, if ``Auto`` chose it
-    processes: Processes = ALONE  # those that fitted it together
-    rows: KnownRows = KnownRows()  # sketches of the data that it was fitted to and validated on
-    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names that ``lapwing fit`` was given
+    @outside_autocast
+    def jacobian(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
+        """Return the Jacobian J of all outputs over these data as an operator (N C, P); no matrix is formed.
 
-    def __repr__(self) -> str:
-        return f"<Fitted: {self.method}, {self.network.selection.size:,} weights, {self._numbers()}>"
+        ``J @ v`` and ``J.T @ u`` take many vectors at once. Rows of images are in the order (N, H, W, C).
 
-    def summary(self) -> str:
-        """Return a few lines: how good the predictions are beside those of the network alone, and what was fitted.
+        Args:
+            data: Batches, as for ``fit``.
+            progress: Whether to show a progress bar while data are read; None shows one on a terminal.
 
-        The first line compares on held-out data, if there are any; the others say how the hyperparameters came about.
+        >>> import torch
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
+        >>> (posterior.jacobian([(x, x)]) @ torch.ones(2)).shape  # of 40 outputs in the direction of both weights
+        torch.Size([40])
+        """
+        design = self._design(data, "jacobian", progress)
+        refuse_reordered(design)
+        return Operator.jacobian(design, self._unchanged)
+
+    @outside_autocast
+    def ggn(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
+        """Return the GGN Σ Jᵀ R Rᵀ J at unit dispersion over these data as an operator (P, P); no matrix is formed.
+
+        Args:
+            data: Batches, as for ``fit``.
+            progress: As for ``jacobian``.
+
+        >>> import torch
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
+        >>> (posterior.ggn([(x, x)]) @ torch.ones(2)).shape
+        torch.Size([2])
+        """
+        design = self._design(data, "ggn", progress)
+        refuse_unsteady(design)
+        return Operator.ggn(design, self._unchanged)
+
+    @outside_autocast
+    def evaluate(
+        self,
+        data: Iterable[Any],
+        *,
+        level: float = 0.95,
+        confidence: float = 0.95,
+        resamples: int = 1000,
+        target_key: str | None = None,
+        progress: bool | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Evaluation:
+        """Return all scores that fit the task beside those of the plain network, each with a bootstrap interval.
+
+        The plain network is the same model under the same likelihood and noise, without error bars from its weights.
+        Differences are paired: both predict the same resampled inputs. Inputs are drawn again as a whole, with all of
+        their tokens or pixels, so that these need not be independent. Intervals are percentiles of the resampled
+        scores; those of calibration errors, which are larger for data that repeat, are moved by this bias. A verdict is
+        "better" or "worse" only if the interval of the difference is on one side of zero, and the difference is above a
+        thousandth of the scores, or of one nat for the ``nll`` of numbers.
+
+        Classes and labels: ``nll``, ``accuracy``, ``brier``, ``ece``, ``classwise_ece`` (of several labels, or of up to
+        100 classes), ``adaptive_ece``, ``aurc``. Calibration errors of binary labels are those of the probability of
+        one. ``classes`` has the mean probability of each class or label beside its frequency. Numbers: ``nll``,
+        ``rmse``, ``mae``, ``crps``, ``coverage`` and ``width`` of central intervals, ``cqm`` (not for counts), and
+        ``aurc`` of squared errors. See ``lw.metrics``. The ``nll`` is that of all outputs of an input together.
+
+        Args:
+            data: Data as for ``fit``, with targets, that were not used for the fit; read once.
+            level: The probability of the intervals whose coverage and width are scored, for numbers.
+            confidence: The probability of the bootstrap intervals.
+            resamples: How often the inputs are drawn again.
+            target_key: The key of the target in batches that are mappings, as for ``fit``.
+            progress: Whether to show a progress bar; None shows one on a terminal.
+            generator: For the bootstrap; a fixed seed by default.
+
+        Returns:
+            The scores; ``print`` shows a table, ``plot()`` a picture, ``json(path)`` writes a file, and
+            ``evaluation["nll"].difference`` is one number with its interval.
+
+        Raises:
+            ModelError: If the model's weights have changed since the fit.
+            DataError: If data are empty, not finite or do not fit the likelihood.
+
+        Warns:
+            CalibrationWarning: If targets seem to be in other units than those of the training data.
+
+        Cost: the predictions, one forward pass, and ``resamples`` sums over the data.
+
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)
+        >>> data = [(x, (x[:, 0] > 0.1).long())]
+        >>> evaluation = lw.fit(torch.nn.Linear(1, 2), data, "classification").evaluate(data)
+        >>> [row.name for row in evaluation.rows]
+        ['nll', 'accuracy', 'brier', 'ece', 'classwise_ece', 'adaptive_ece', 'aurc']
+        """
+        from lapwing.decisions.evaluation import evaluation_of
+
+        return evaluation_of(
+            self, data, level=level, confidence=confidence, resamples=resamples, target_key=target_key,
+            progress=progress, generator=generator,
+        )  # fmt: skip
+
+    @outside_autocast
+    def conformal(
+        self,
+        calibration: Iterable[Any],
+        level: float = 0.9,
+        *,
+        score: str | None = None,
+        groups: Any = None,
+        target_key: str | None = None,
+        progress: bool | None = None,
+        seed: int = 0,
+    ) -> ConformalSets | ConformalIntervals:
+        r"""Return prediction sets of classes, or intervals of numbers, that hold the target with this probability.
+
+        Split conformal prediction: with scores s of the n calibration data, larger for stranger targets, a new target
+        is in the set if its score is at most the ⌈(n + 1) level⌉-th smallest s.
+
+        **Guarantee.** If the calibration data and the new datum are exchangeable, for instance drawn independently from
+        one distribution, then P(target in the set) ≥ level, over both draws, whatever the posterior is. It is at most
+        level + 1/(n + 1) where scores have no ties. This is a statement about the average input and the average
+        calibration set. It says nothing about one class or one kind of input unless these are ``groups``: then it holds
+        in each group. Several outputs of an input are each covered by themselves.
+
+        Scores of classes. "adaptive" (APS, Romano et al. 2020), the default: the total probability of the classes that
+        are more probable than the target, plus a uniform share of its own; randomised, so that coverage is exact, which
+        makes some sets empty; the draws follow from ``seed``. "threshold" (LAC, Sadinle et al. 2019): one minus the
+        probability of the target; the smallest sets on average, not randomised.
+
+        Scores of numbers. "scaled", the default: |y - mean| / std with the standard deviation of the posterior's
+        predictive, so that intervals are wide where noise or doubt are large. "constant": |y - mean|, for comparison.
+
+        Args:
+            calibration: Data as for ``fit``, with targets, that were not used before; read once.
+            level: The probability to cover the target.
+            score: "adaptive" or "threshold" for classes and for one binary label, "scaled" or "constant" for numbers.
+            groups: For coverage in each group: a function from a batch of inputs to group numbers (B,), or the group
+                numbers (N,) of the calibration data in their order, which then must not be shuffled; data with an
+                ignored target have one too. ``predict`` and ``coverage`` then take ``groups=`` as well.
+            target_key: The key of the target in batches that are mappings, as for ``fit``.
+            progress: Whether to show a progress bar; None shows one on a terminal.
+            seed: Of the uniform shares of "adaptive".
+
+        Returns:
+            ``ConformalSets`` or ``ConformalIntervals``, with ``predict(x)`` and ``coverage(data)``.
+
+        Raises:
+            DataError: If there are too few calibration data for the level; the message says how many it takes. Also if
+                all of them are training or validation data.
+            UnsupportedError: If the score does not fit the likelihood, or outputs are for tokens, pixels or labels.
+
+        Cost: the predictions at the calibration data.
+
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)
+        >>> y = (x[:, 0] > 0.1).long()
+        >>> posterior = lw.fit(torch.nn.Linear(1, 2), (x[::2], y[::2]), "classification")
+        >>> sets = posterior.conformal((x[1::2], y[1::2]), level=0.9)
+        >>> sets.predict(x).members.shape
+        torch.Size([60, 2])
+        """
+        from lapwing.decisions.conformal import conformal_of
+
+        return conformal_of(
+            self, calibration, level, score=score, groups=groups, target_key=target_key, progress=progress, seed=seed
+        )
+
+    @outside_autocast
+    def abstain(
+        self,
+        calibration: Iterable[Any],
+        risk: float,
+        confidence: float = 0.95,
+        *,
+        by: str | None = None,
+        tolerance: float | None = None,
+        target_key: str | None = None,
+        progress: bool | None = None,
+    ) -> Abstention:
+        """Return a rule for when to answer: the largest share of inputs whose risk is bounded.
+
+        The risk is the probability that an answer is wrong, given that one is made: for classes that the most probable
+        one is not the label, for binary labels that one of them is wrong, and for numbers that an error exceeds
+        ``tolerance``. Answers are made where the uncertainty is at most a threshold.
+
+        **Guarantee.** If the calibration data and later data are drawn independently from one distribution, then with
+        probability at least ``confidence`` over the calibration data, the risk of what is answered is at most ``risk``.
+        It holds for the average answered input, not for every class or kind of input. Twenty thresholds, at which
+        5 %, 10 %, ... 100 % of the calibration data are answered, have an exact binomial bound each, of the level
+        (1 - ``confidence``) / 20, so that all hold together; the highest one whose bound is at most ``risk`` is taken.
+
+        Args:
+            calibration: Data as for ``fit``, with targets, that were not used before; read once.
+            risk: The largest share of wrong answers among those made, such as 0.01.
+            confidence: The probability, over calibration data, that the bound holds.
+            by: The uncertainty: "confidence" (one minus the largest probability; the default for labels), "entropy",
+                "mutual_information", or "variance" (the default for numbers: that of the predictive).
+            tolerance: For numbers, the error above which an answer is wrong.
+            target_key: The key of the target in batches that are mappings, as for ``fit``.
+            progress: Whether to show a progress bar; None shows one on a terminal.
+
+        Returns:
+            An ``Abstention``: ``answers(x)``, ``threshold``, ``share``, ``curve`` and ``area``.
+
+        Raises:
+            DataError: If no threshold satisfies the bound; the message says the smallest risk that one does. Also if
+                all calibration data are training or validation data.
+            UnsupportedError: If outputs are for tokens or pixels, or ``tolerance`` is missing or does not fit.
+
+        Cost: the predictions at the calibration data.
+
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 400).unsqueeze(1)
+        >>> y, net = (x[:, 0] > 0).long(), torch.nn.Linear(1, 2)
+        >>> with torch.no_grad():
+        ...     _ = net.weight.copy_(torch.tensor([[-9.0], [9.0]])), net.bias.zero_()
+        >>> posterior = lw.fit(net, (x[::2], y[::2]), "classification")
+        >>> rule = posterior.abstain((x[1::2], y[1::2]), risk=0.05)
+        >>> rule.answers(x).answered.shape
+        torch.Size([400])
+        """
+        from lapwing.decisions.abstaining import abstention_of
+
+        return abstention_of(
+            self, calibration, risk, confidence, by=by, tolerance=tolerance, target_key=target_key, progress=progress
+        )
+
+    @outside_autocast
+    def ood(
+        self,
+        calibration: Iterable[Any],
+        *,
+        by: str | None = None,
+        rate: float = 0.05,
+        target_key: str | None = None,
+        progress: bool | None = None,
+    ) -> Detector:
+        """Return a detector of inputs that are unlike the calibration data, with a bounded rate of false alarms.
+
+        An input is flagged if its conformal p-value, (1 + number of calibration scores that reach its own) / (n + 1),
+        is at most ``rate``.
+
+        **Guarantee.** If the calibration inputs and a new input are exchangeable, it is flagged with probability at
+        most ``rate``, over both draws; with many calibration data the rate for given ones is close to that. Nothing is
+        guaranteed about inputs from elsewhere: how many of them are found depends on the score and on what they are.
+
+        Args:
+            calibration: Data as for ``fit``, or inputs alone, that are like the training data and were not used
+                before. Targets are not used.
+            by: The score: "scaled_information" (the default for labels), the mutual information of targets and outputs
+                under ``posterior.base``, which a mixture varies, times the standard deviation of its outputs;
+                "base_information", without that factor; "mutual_information", that under all of the posterior;
+                "variance" of the outputs, summed over them (the default for numbers); or "entropy" of the predictive
+                (the default for a plain network, which has no error bars).
+            rate: The largest probability of a false alarm.
+            target_key: The key of the target in batches that are mappings, as for ``fit``.
+            progress: Whether to show a progress bar; None shows one on a terminal.
+
+        Returns:
+            A ``Detector``: ``flags(x)``, ``score(x)``, ``p_values(x)`` and ``threshold``.
+
+        Raises:
+            DataError: If there are too few calibration data for the rate; the message says how many it takes. Also if
+                all their inputs are those of training or validation data.
+            UnsupportedError: If outputs are for tokens or pixels, or all scores are equal for want of error bars.
+
+        Cost: the predictions at the calibration data; with "mutual_information" some tens of these for a mixture.
+
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)
+        >>> posterior = lw.fit(torch.nn.Linear(1, 1), (x[::2], x[::2]), "regression")
+        >>> posterior.ood(x[1::2]).flags(torch.tensor([[0.0], [99.0]]))
+        tensor([False,  True])
+        """
+        from lapwing.decisions.strange import detector_of
+
+        return detector_of(self, calibration, by=by, rate=rate, target_key=target_key, progress=progress)
+
+    @outside_autocast
+    def acquire(
+        self,
+        pool: Inputs,
+        n: int,
+        *,
+        by: str = "batch",
+        candidates: int = 1000,
+        samples: int | None = None,
+        target_key: str | None = None,
+        progress: bool | None = None,
+    ) -> Tensor:
+        r"""Return the numbers of the inputs of a pool whose labels would tell the most, in the order of choice.
+
+        "bald": the largest mutual information of the target and the outputs (Houlsby et al. 2011), each input by
+        itself, so that near copies are chosen together. "variance": the largest variance of the outputs, summed over
+        them. "batch", the default: all n together, by the greedy maximum of
+
+        $$ \log \det ( I + R^\top K R ), $$
+
+        with K the joint covariance of the outputs at the inputs, and R Rᵀ the Fisher information of a target about its
+        outputs: the inverse noise for numbers, diag(p) - p pᵀ for classes. For numbers with Gaussian noise it is twice
+        the mutual information of the n targets and the network, of which the greedy choice reaches at least 63 % of the
+        best one (Nemhauser et al. 1978).
+
+        Args:
+            pool: A batch of inputs, ``(inputs, targets)``, or a loader whose order is fixed; targets are left out. Rows
+                are numbered in order.
+            n: How many inputs to choose.
+            by: "batch", "bald" or "variance".
+            candidates: For "batch": the number of inputs that are looked at together, those that tell most by
+                themselves. Fewer are taken where they would exceed the byte budget (``lw.memory``).
+            samples: For "batch": the number of drawn functions that K is estimated from, at least two; zero computes
+                it. None computes it for up to 1000 outputs of all candidates together, and draws 256 functions beyond.
+            target_key: The key of the target in batches that are mappings, as for ``fit``.
+            progress: Whether to show a progress bar; None shows one on a terminal.
+
+        Returns:
+            Row numbers, (n,), without duplicates.
+
+        Raises:
+            DataError: If the pool has fewer than n inputs, or is a loader that shuffles.
+            UnsupportedError: If outputs are for tokens or pixels.
+
+        Cost: the belief, or for "bald" the prediction, at every input of the pool. "batch" with m candidates of C
+        outputs takes in addition their joint belief with (m C)² P multiplications for P weights, or S drawn functions
+        with S m P, and n² m C³ multiplications for the choice.
 
         >>> import lapwing as lw
         >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-        >>> data = [(x, (x[:, 0] > 0.1).long())]
-        >>> print(lw.fit(torch.nn.Linear(1, 2), data, "classification", prior=2.0).summary())
-        Kron over 4 of 4 weights, Categorical: precision 2
-        Nothing was tuned.
+        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression")
+        >>> sorted(posterior.acquire(x, 2).tolist())
+        [0, 39]
         """
-        selection, trace = self.network.selection, self.trace
-        total = sum(p.numel() for p in self.network.model.parameters())
-        what = f"{self.method} over {selection.size:,} of {total:,} weights, {type(self.likelihood).__name__}"
-        lines = [trace.verdict] if trace is not None and trace.verdict else []
-        lines.append(f"{what}: {self._numbers()}")
-        lines += [f"Chosen by Auto: {self.why}"] if self.why else []
-        if self.posterior is not self.base:
-            lines.append(self.posterior.described())
-        if self.network.normalised:
-            lines.append("Norms cancel the scale of the weights before them (lw.check lists these). " + (
-                "Each such group has a precision to itself." if self.prior.needs_groups else
-                "The evidence depends on that scale; the corrected one does not: "
-                "prior=lw.priors.per_normalised_group(), tuner=lw.tuners.LinearMode()."
-            ))  # fmt: skip
-        if trace is None or not trace.tuner:
-            lines.append("Nothing was tuned.")
-        elif trace.scores:
-            lines.append(f"Hyperparameters by {trace.tuner}; {trace.comparison}.")
-        else:
-            lines.append(f"Hyperparameters by {trace.tuner}, after {len(trace.steps)} steps.")
-        return "\n".join([*lines, *(f"Note: {finding}" for finding in self.findings)])
+        from lapwing.decisions.acquisition import choose_inputs
 
-    def _numbers(self) -> str:
-        """Return the precisions and the noise of the posterior that was fitted, the centre of a mixture, as text."""
-        mixture = "" if self.posterior is self.base else f"mixture of {len(self.posterior.cells)} with its centre at "
-        numbers = f"{mixture}precision {_first_three(self.prior.values)}"
-        if self.likelihood.noise_variance is not None:
-            numbers += f", noise variance {_first_three(self.likelihood.noise_variance)}"
-        return numbers
+        return choose_inputs(
+            self, pool, n, by=by, candidates=candidates, samples=samples, target_key=target_key, progress=progress
+        )
+
+    @outside_autocast
+    def report(
+        self,
+        data: Iterable[Any],
+        path: str | Path,
+        *,
+        title: str | None = None,
+        level: float = 0.95,
+        resamples: int = 1000,
+        seed: int | None = None,
+        command: str | None = None,
+        date: str | None = None,
+        target_key: str | None = None,
+        progress: bool | None = None,
+    ) -> Report:
+        """Write one self-contained HTML page: is it calibrated, is it better than the plain network, where is it not.
+
+        The page opens with a verdict in words, which follows from the numbers by rules that it states. Then come a
+        table of scores with bootstrap intervals, pictures, the most uncertain inputs, what was learned, and how the
+        posterior came about. It needs no network and is smaller than 1 MB; its numbers are in it as JSON. Equal calls
+        write equal files. It needs ``pip install 'lapwing[report]'``.
+
+        Args:
+            data: Data as for ``fit``, with targets, that were not used for the fit; read twice, the second
+                time 2,000 inputs at most.
+            path: Where to write the page.
+            title: Its heading; the name of the model by default.
+            level: The probability of the intervals whose coverage is scored, for numbers.
+            resamples: How often the inputs are drawn again for bootstrap intervals.
+            seed: The seed of the training or the fit, to be noted in the page.
+            command: The command that made the page, to be noted in it.
+            date: A date to be noted in the page; none by default, so that equal calls write equal files.
+            target_key: The key of the target in batches that are mappings, as for ``fit``.
+            progress: Whether to show a progress bar; None shows one on a terminal.
+
+        Returns:
+            The report, with its ``path``, its ``verdict`` and its ``numbers``; ``print`` shows the verdict.
+
+        Raises:
+            ModelError: If the model's weights have changed since the fit.
+            DataError: If data are empty, not finite or do not fit the likelihood.
+            UnsupportedError: If Matplotlib or Jinja2 is not installed.
+            FileError: If the page cannot be written.
+
+        Cost: that of ``evaluate``, predictions for at most 2,000 inputs, 37 factorisations for the evidence curve, and
+        a second or two for the pictures.
+
+        >>> import tempfile, torch, lapwing as lw
+        >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)
+        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = posterior.report([(x, x.sin())], folder + "/report.html")
+        >>> page.verdict.startswith("The error bars are")
+        True
+        """
+        from lapwing.report.page import write_report
+
+        return write_report(
+            self, data, path, title=title, level=level, resamples=resamples, seed=seed, command=command, date=date,
+            target_key=target_key, progress=progress,
+        )  # fmt: skip
 
     @outside_autocast
     @outside_inference
@@ -546,6 +828,19 @@ class Fitted(Draws, Linearises, Reports):
         """The standard error of ``log_evidence``; zero where it is computed and not estimated."""
         self._unchanged()
         return self.base.evidence_error
+
+    @outside_autocast
+    def effective_parameters(self) -> EffectiveParameters:
+        """Return γ, the number of weights that the data determine: in total and for each layer. Print it to read it.
+
+        >>> import lapwing as lw
+        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
+        >>> 0 < posterior.effective_parameters().total < 2
+        True
+        """
+        self._unchanged()
+        return effective_parameters(required(self.base, HasGammas, "evidence", self.method))
 
     @outside_autocast
     @torch.inference_mode(False)  # as for fit
@@ -622,32 +917,6 @@ class Fitted(Draws, Linearises, Reports):
             rows = self.rows.with_training(more.sketch())
             return replace(self, posterior=updatable.updated(more, generator), rows=rows)
 
-    @outside_autocast
-    def effective_parameters(self) -> EffectiveParameters:
-        """Return γ, the number of weights that the data determine: in total and for each layer. Print it to read it.
-
-        >>> import lapwing as lw
-        >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-        >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
-        >>> 0 < posterior.effective_parameters().total < 2
-        True
-        """
-        self._unchanged()
-        return effective_parameters(required(self.base, HasGammas, "evidence", self.method))
-
-    @property
-    def trace(self) -> Trace | None:
-        """The record of the tuner: values that it tried, with their evidence or score, and findings.
-
-        For a mixture, the steps by which the evidence was maximised are in ``base.trace``.
-        """
-        return self.posterior.trace
-
-    @property
-    def findings(self) -> tuple[str, ...]:
-        """Remarks in words on the posterior and from its tuner; ``summary`` shows them."""
-        return (*(self.trace.findings if self.trace is not None else ()), *self.base.findings)
-
     def with_prior(self, prior: Prior | float) -> Fitted:
         """Return the same posterior under another prior; no data are touched.
 
@@ -694,7 +963,7 @@ class Fitted(Draws, Linearises, Reports):
 
     @outside_autocast
     @outside_inference
-    def as_module(self, returns: str = "logits") -> ModuleOf:
+    def as_module(self, returns: str = "logits") -> ClosedForm | Predicting:
         """Return the posterior as an ``nn.Module`` in evaluation mode that takes what the model takes.
 
         Its parameters are those of the model, which are shared and not copied. For a last-layer posterior it is a
@@ -717,6 +986,8 @@ class Fitted(Draws, Linearises, Reports):
         >>> torch.allclose(posterior.as_module()(x).softmax(-1), posterior.predict(x).probs, atol=1e-5)
         True
         """
+        from lapwing.modules import module_of
+
         self._unchanged()
         return module_of(self, returns)
 
@@ -751,6 +1022,93 @@ class Fitted(Draws, Linearises, Reports):
         if self.processes.writes:
             about = files.About(self.method, self.why, self.rows, self.columns)
             files.save(self.posterior, self.fingerprint, about, path)
+
+    def _numbers(self) -> str:
+        """Return the precisions and the noise of the posterior that was fitted, the centre of a mixture, as text."""
+        mixture = "" if self.posterior is self.base else f"mixture of {len(self.posterior.cells)} with its centre at "
+        numbers = f"{mixture}precision {_first_three(self.prior.values)}"
+        if self.likelihood.noise_variance is not None:
+            numbers += f", noise variance {_first_three(self.likelihood.noise_variance)}"
+        return numbers
+
+    def _design(self, data: Iterable[Any], curvature: str, progress: bool | None) -> NetworkDesign:
+        """Return the rows of the Jacobian over these data, times the root of the likelihood's curvature for "ggn"."""
+        self._unchanged()
+        if not self.base.of_one_network:
+            raise UnsupportedError(
+                f"{self.method} has several networks, each with its own weights; expected a posterior of one network "
+                f"for {curvature}(). Fit one to each: lw.fit(model, data, ...)."
+            )
+        network = self.network.shifted(None)
+        batches = network.reading(data, progress=shows_progress(None))
+        batches = batches if progress is None else replace(batches, progress=shows_progress(progress))
+        return NetworkDesign.build(network, self.likelihood, batches, curvature=curvature)
+
+    def _belief(self, x: Inputs, joint: bool, chosen: ChosenOutputs | None, images: Images) -> FunctionGaussian:
+        """Return the belief about all or some outputs of one batch; of images about their pixels."""
+        x = self._checked(x, slopes=True)
+        if chosen is None or chosen.tokens is None:  # some pixels of an image are no image
+            images.add(self.network.image_form(x))
+        if chosen is not None:
+            chosen.refuse_other(self.network.count(x))
+        at = lambda x: self.posterior(x, joint) if chosen is None else self.posterior.chosen(x, chosen, joint)
+        (belief,) = differentiable_beliefs(lambda x: [at(x)], x)
+        check_finite(belief.mean, "outputs of the network")
+        return belief
+
+    def _predictive(self, x: Inputs, samples: int | None, images: Images) -> Any:
+        """Return the predictive of one batch; of images that of their pixels."""
+        x = self._checked(x, slopes=True)
+        images.add(self.network.image_form(x))
+        return self.posterior.predict(x, samples)
+
+    def _batches(
+        self,
+        x: Inputs,
+        target_key: str | None,
+        progress: bool | None,
+        device: torch.device | str | None,
+        processes: Processes = ALONE,
+    ) -> tuple[Iterable[Inputs] | None, torch.device]:
+        """Return the batches of a loader, None for one batch that stays where it is, and the device of the answer."""
+        network, visible = self.network, shows_progress(progress) and processes.writes
+        home = network.device if device is None else usable_device(device)
+        if not is_loader(x, network.input_places):
+            if not processes.alone:
+                raise UnsupportedError(
+                    f"a process_group of {processes.size} and one batch of inputs; expected a loader or a Dataset, of "
+                    "which each process reads its part. Leave out process_group: every process can predict by itself."
+                )
+            return (None if device is None else [x]), home
+        stream = InputStream(
+            x, network.device, network.input_places, target_key, visible, network.joined, processes, network.arithmetic
+        )
+        return stream, torch.device("cpu") if device is None else home
+
+    def _unchanged(self) -> None:
+        """Raise if the model is in training mode or its weights have changed."""
+        model = self.network.model
+        refuse_training_mode(model)
+        self.fingerprint.refuse_other(model)
+
+    def _checked(self, x: Inputs, slopes: bool = False) -> Inputs:
+        """Return the inputs on the model's device; raise if they are empty or not finite, or the model has changed.
+
+        With ``slopes``, those that require a gradient keep their path to it; raise if the method has none.
+        """
+        self._unchanged()
+        device = self.network.device
+        x = as_tensors(x, self.network.arithmetic)
+        x = moved(x, lambda t: (t if slopes or not t.requires_grad else t.detach()).to(device))
+        if wants_slopes(x) and not self.posterior.differentiable:
+            raise UnsupportedError(
+                f"x requires a gradient, and the beliefs of {self.method} are not differentiable in the inputs. Use "
+                "x.detach(), or a method such as Kron, Full, KernelSpace or Sampled."
+            )
+        if self.network.count(x) == 0:
+            raise DataError("the batch is empty; expected at least one input.")
+        check_finite(x, "inputs")
+        return x
 
 
 def _first_three(values: Tensor) -> str:

@@ -17,7 +17,7 @@ from lapwing.cli.options import (
     seed_all,
     target_key,
 )
-from lapwing.decisions.several import evaluate, kind_of
+from lapwing.compare import evaluate, kind_of
 from lapwing.errors import DataError
 from lapwing.fitted import Fitted
 

@@ -104,7 +104,7 @@ def abstention_of(
     posterior: Any, calibration: Iterable[Any], risk: float, confidence: float, *, by: str | None,
     tolerance: float | None, target_key: str | None, progress: bool | None,
 ) -> Abstention:  # fmt: skip
-    """Return the rule that answers most; see ``Decides.abstain``."""
+    """Return the rule that answers most; see ``Fitted.abstain``."""
     PROBABILITY.check("risk", risk)
     PROBABILITY.check("confidence", confidence)
 

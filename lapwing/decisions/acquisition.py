@@ -25,11 +25,11 @@ FUNCTIONS = 256  # that are drawn beyond
 SAMPLES = integer(2) | Rule("zero", lambda v: is_integer(v) and v == 0) | NONE
 
 
-def acquired(
+def choose_inputs(
     posterior: Any, pool: Inputs, n: int, *, by: str, candidates: int, samples: int | None, target_key: str | None,
     progress: bool | None,
 ) -> Tensor:  # fmt: skip
-    """Return the numbers of the inputs to label; see ``Decides.acquire``."""
+    """Return the numbers of the inputs to label; see ``Fitted.acquire``."""
     require_integer("n", n)
     one_of(RULES).check("by", by)
     integer(1).check("candidates", candidates)

@@ -227,7 +227,7 @@ def conformal_of(
     posterior: Any, calibration: Iterable[Any], level: float, *, score: str | None, groups: Any,
     target_key: str | None, progress: bool | None, seed: int,
 ) -> ConformalSets | ConformalIntervals:  # fmt: skip
-    """Return calibrated sets or intervals; see ``Decides.conformal``."""
+    """Return calibrated sets or intervals; see ``Fitted.conformal``."""
     PROBABILITY.check("level", level)
     integer(0).check("seed", seed)
 

@@ -519,7 +519,7 @@ def evaluation_of(
     posterior: Any, data: Iterable[Any], *, level: float, confidence: float, resamples: int, target_key: str | None,
     progress: bool | None, generator: torch.Generator | None,
 ) -> Evaluation:  # fmt: skip
-    """Return the scores of a posterior beside the plain network's; see ``Decides.evaluate``."""
+    """Return the scores of a posterior beside the plain network's; see ``Fitted.evaluate``."""
     plain = plain_of(posterior)
     found = scored({"posterior": (posterior, posterior.posterior), PLAIN: (posterior, plain)}, data, level, target_key,
                    progress)  # fmt: skip

@@ -65,7 +65,7 @@ def detector_of(
     posterior: Any, calibration: Iterable[Any], *, by: str | None, rate: float, target_key: str | None,
     progress: bool | None,
 ) -> Detector:  # fmt: skip
-    """Return a detector; see ``Decides.ood``."""
+    """Return a detector; see ``Fitted.ood``."""
     PROBABILITY.check("rate", rate)
     chosen = default_score(posterior) if by is None else by
     one_of(KNOWN).check("by", chosen)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.decisions.several import Evaluated, Evaluations
+from lapwing.compare import Evaluated, Evaluations
 from lapwing.errors import DataError, LapwingError, UnsupportedError
 from lapwing.plots import (
     PLAIN,

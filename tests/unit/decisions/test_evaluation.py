@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing import metrics
+from lapwing.compare import kind_of
 from lapwing.decisions.evaluation import Compared
-from lapwing.decisions.several import kind_of
 from lapwing.errors import CalibrationWarning, DataError
 from lapwing.metrics import ScoreInterval
 from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor
