@@ -30,7 +30,7 @@ from lapwing.methods.kernel_space import KernelSpace
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.passes import outputs_along
 from lapwing.posteriors.base import HasWeightSamples, required
-from lapwing.runtime.settings import POSITIVE, Rule, require_integer
+from lapwing.runtime.settings import POSITIVE, Rule, integer
 from lapwing.runtime.threads import derived_generator, global_seed, normal
 from lapwing.values.functions import isolated
 
@@ -216,7 +216,7 @@ class LapwingModel(Model):  # type: ignore[misc]
         Raises:
             UnsupportedError: If the method has no draws of the weights of a tangent model.
         """
-        require_integer("n", n)
+        integer().check("n", n)
         fitted = self.fitted
         if not fitted.posterior.differentiable:
             raise UnsupportedError(

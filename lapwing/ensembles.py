@@ -21,7 +21,7 @@ from lapwing.methods.ensemble import renewed
 from lapwing.networks.forward import arithmetic_of, unwrapped
 from lapwing.registry import named
 from lapwing.runtime.files import write_atomically
-from lapwing.runtime.settings import NONE, PATH, refuse_other_arguments, require_integer
+from lapwing.runtime.settings import NONE, PATH, integer, refuse_other_arguments
 from lapwing.runtime.threads import Stream, shows_progress
 from lapwing.training.recipe import Recipe, fixed
 
@@ -76,7 +76,7 @@ def train_ensemble(
     >>> lw.fit(first, [(x, x)], "regression", method=lw.baselines.Ensemble(others)).functions(x).std.shape
     torch.Size([20, 1])
     """
-    require_integer("members", members)
+    integer().check("members", members)
     (PATH | NONE).check("folder", folder)
     recipe = fixed() if recipe is None else recipe
     if not isinstance(recipe, Recipe):

@@ -38,7 +38,7 @@ from lapwing.posteriors.weight_space import SUM, Updatable
 from lapwing.predictives.joined import Images, joined, joined_beliefs, joined_processes
 from lapwing.priors.base import BoundPrior, Prior
 from lapwing.registry import prior_given
-from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, require_integer, usable_device
+from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, integer, usable_device
 from lapwing.runtime.state import on_device
 from lapwing.runtime.threads import shows_progress
 from lapwing.runtime.trace import Trace
@@ -309,7 +309,7 @@ class Fitted:
         >>> posterior.function_samples(x, 8, torch.Generator().manual_seed(0)).shape
         torch.Size([8, 40, 1])
         """
-        require_integer("n", n)
+        integer().check("n", n)
         required(self.base, HasFunctionSamples, "function samples", self.method)
         x, images = self._checked(x, slopes=True), Images()
         images.add(self.network.image_form(x))
@@ -335,7 +335,7 @@ class Fitted:
         >>> posterior.weight_samples(8, torch.Generator().manual_seed(0)).shape  # a slope and an offset each
         torch.Size([8, 2])
         """
-        require_integer("n", n)
+        integer().check("n", n)
         self._unchanged()
         required(self.base, HasWeightSamples, "weight samples", self.method)
         return self.posterior.weight_samples(n, generator)

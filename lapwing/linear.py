@@ -14,7 +14,7 @@ from lapwing.linalg.krylov import block_conjugate_gradients
 from lapwing.linalg.operators import Design, OperatorDesign, Solution, back_product, forward_product, gram_product
 from lapwing.linalg.ridge import Frame, Regression, Ridge, check_settings, relative_variances
 from lapwing.predictives.numbers import NormalPredictive
-from lapwing.runtime.settings import FLAG, GENERATOR, require_integer
+from lapwing.runtime.settings import FLAG, GENERATOR, integer
 from lapwing.runtime.threads import generator_or_default
 from lapwing.runtime.trace import NOT_CONVERGED, Step, Trace
 from lapwing.values.gaussian import FunctionGaussian
@@ -155,7 +155,7 @@ class LinearPosterior:
             NumericalError: a sample does not reach the tolerance.
         """
         if n is not None:
-            require_integer("n", n, least=0)
+            integer(0).check("n", n)
             count = len(self.solution.x)
             if n > count:
                 raise UnsupportedError(
@@ -199,8 +199,8 @@ class LinearPosterior:
         Raises:
             UnsupportedError: ``probes`` is less than 2 or ``steps`` less than 1, or they are not integers.
         """
-        require_integer("probes", probes, least=2)
-        require_integer("steps", steps)
+        integer(2).check("probes", probes)
+        integer().check("steps", steps)
         shift = self.precision * self.noise_variance
         self.ridge.reaching(shift, self.tolerance)  # so that the answer is the same before and after samples
         logdet = self.ridge.logdet(torch.tensor(shift, dtype=torch.float64, device=self.y.device), probes, steps)
@@ -257,7 +257,7 @@ class LinearPosterior:
         """
         FLAG.check("precision", precision)
         FLAG.check("noise", noise)
-        require_integer("max_steps", max_steps)
+        integer().check("max_steps", max_steps)
         current, steps = self, list[Step]()
         least = 1e-13 * float(self.y.square().mean())  # a smaller noise variance is rounding
         for _ in range(max_steps):

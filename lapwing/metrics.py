@@ -43,7 +43,6 @@ from lapwing.runtime.settings import (
     Rule,
     integer,
     is_real,
-    require_integer,
     seen,
 )
 from lapwing.runtime.threads import independent_generator, uniform
@@ -244,7 +243,7 @@ def adaptive_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int 
     >>> round(adaptive_ece(torch.tensor([[0.9, 0.1], [0.7, 0.3]]), torch.tensor([0, 1]), bins=2), 4)
     0.4
     """
-    require_integer("bins", bins)
+    integer().check("bins", bins)
     stated, true = _stated(probs, y, ignore_index)
     gap = mean_of_ties(stated, true) - stated
     parts = gap[stated.argsort()].tensor_split(min(bins, len(gap)))
@@ -268,7 +267,7 @@ def calibration(confidence: Values, correct: Values, bins: int = 15) -> Calibrat
     >>> calibration(torch.tensor([0.2, 0.9, 0.8]), torch.tensor([False, True, False]), bins=2).accuracy
     tensor([0.0000, 0.5000], dtype=torch.float64)
     """
-    require_integer("bins", bins)
+    integer().check("bins", bins)
     confidence, correct = same_shape(confidence=confidence, correct=correct)
     if confidence.ndim != 1 or not within_one(confidence) or not bool(((correct == 0) | (correct == 1)).all()):
         raise DataError(

@@ -21,7 +21,7 @@ from lapwing.errors import DataError, UnsupportedError
 from lapwing.metrics import RiskCoverage, calibration, coverage
 from lapwing.metrics import risk_coverage as selective_risk
 from lapwing.posteriors.base import HasEvidence, Reweightable, required
-from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, require_integer, seen
+from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, integer, seen
 from lapwing.values.arrays import listed, numbers
 
 __all__ = [
@@ -250,7 +250,7 @@ def reliability_points(found: AnswerProbabilities, bins: int = 10) -> Reliabilit
 
     Bins with less than one in 200 of the predictions are left out: their shares are mostly chance.
     """
-    require_integer("bins", bins)
+    integer().check("bins", bins)
     binned = calibration(found.probability, found.true, bins)
     columns = zip(binned.confidence.tolist(), binned.accuracy.tolist(), binned.weight.tolist(), strict=True)
     total = len(found.true)
@@ -358,7 +358,7 @@ def band(
     [-2.0, 2.0]
     """
     PROBABILITY.check("level", level)
-    require_integer("output", output, least=0)
+    integer(0).check("output", output)
     if not _has_spread(prediction):
         raise UnsupportedError(
             f"the prediction is a {type(prediction).__name__}; expected one of numbers, or posterior.functions(x). For "
@@ -439,7 +439,7 @@ def grid(x: Any, points: int = 60, margin: float = 0.3) -> Tensor:
     >>> grid(torch.rand(10, 2), points=5).shape
     torch.Size([25, 2])
     """
-    require_integer("points", points, least=2)
+    integer(2).check("points", points)
     POSITIVE.check("margin", margin)
     x = numbers("x", x)
     if x.ndim != 2 or x.shape[1] not in (1, 2) or not len(x):

@@ -39,7 +39,7 @@ from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.selection import AllWeights, Weights
 from lapwing.priors import Isotropic
 from lapwing.priors.base import Prior
-from lapwing.runtime.settings import FLAG, Rule, is_real, refuse_other_settings, require_integer
+from lapwing.runtime.settings import FLAG, Rule, integer, is_real, refuse_other_settings
 
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
@@ -101,7 +101,7 @@ class Auto:
             raise UnsupportedError(
                 f"memory is {self.memory!r:.80} and seconds {self.seconds!r:.80}; expected positive numbers."
             )
-        require_integer("num_samples", self.num_samples)
+        integer().check("num_samples", self.num_samples)
         FLAG.check("gpu", self.gpu)
 
     def choose(

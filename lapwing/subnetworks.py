@@ -33,7 +33,7 @@ from lapwing.priors.base import Prior
 from lapwing.problem import Problem
 from lapwing.registry import named
 from lapwing.runtime.memory import refuse_beyond
-from lapwing.runtime.settings import GENERATOR, NONE, Rule, is_integer, is_real, require_integer
+from lapwing.runtime.settings import GENERATOR, NONE, Rule, integer, is_integer, is_real
 from lapwing.runtime.threads import independent_generator, shows_progress, uniform
 from lapwing.tuners.base import MaximiseEvidence, start_near_optimum
 
@@ -408,7 +408,7 @@ def greedy(
 
 def _pool(pool: int, count: int, candidates: int) -> int:
     """Return the size of a given pool; raise if it is too small."""
-    require_integer("pool", pool)
+    integer().check("pool", pool)
     if pool < count:
         raise UnsupportedError(f"pool is {pool}; expected at least the {count} weights that are chosen from it.")
     return min(pool, candidates)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.errors import DataError, NumericalError
 from lapwing.linalg.dense import cholesky
-from lapwing.runtime.settings import require_integer
+from lapwing.runtime.settings import integer
 from lapwing.runtime.threads import normal
 
 LogDensity = Callable[[Tensor], Tensor | float]
@@ -50,7 +50,7 @@ class DensityLaplace:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n samples, (n, D)."""
-        require_integer("n", n)
+        integer().check("n", n)
         eps = normal((n, len(self.mean)), generator, self.mean)
         return self.mean + torch.linalg.solve_triangular(self._root.mT, eps.mT, upper=True).mT
 

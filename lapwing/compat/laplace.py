@@ -32,7 +32,7 @@ from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.posteriors.base import HasEvidence, Reweightable, required
 from lapwing.predictives.labels import SoftmaxPredictive
-from lapwing.runtime.settings import FLAG, GENERATOR, POSITIVE, require_integer
+from lapwing.runtime.settings import FLAG, GENERATOR, POSITIVE, integer
 from lapwing.runtime.threads import normal
 from lapwing.values.gaussian import FunctionGaussian
 
@@ -496,7 +496,7 @@ class Laplace(PosteriorNumbers):
         """
         kind, link = option("pred_type", pred_type, PredType), option("link_approx", link_approx, LinkApprox)
         GENERATOR.check("generator", generator)
-        require_integer("n_samples", n_samples)
+        integer().check("n_samples", n_samples)
         if kind == "nn" and self.likelihood == "classification" and link != "mc":
             raise UnsupportedError(f"link_approx is {link!r} for pred_type 'nn'; expected 'mc'.")
         regression = self.likelihood == "regression"

@@ -28,7 +28,7 @@ from lapwing.curvature.blocks import (
     decompose,
     share_spectra,
 )
-from lapwing.curvature.sweep import Sweep, check_estimate
+from lapwing.curvature.sweep import Sweep
 from lapwing.data.processes import Processes
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.dense import Axes, Basis, FullBasis, ThinBasis
@@ -38,7 +38,6 @@ from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.base import BlockPrior, BoundPrior
-from lapwing.runtime.settings import one_of, require_integer
 from lapwing.runtime.state import Array, Either, Field, Latest, Maybe, PartOf, State, orthonormal, saved, semidefinite
 
 
@@ -294,14 +293,7 @@ def _diagonal_precision(values: Tensor, layout: tuple[Block, ...], selection: Se
 
 
 C = TypeVar("C")
-
-
-def check_settings(curvature: str | None, draws: int, sharing: str, full_limit: int, factor_limit: int) -> None:
-    """Raise unless the settings that all methods with Kronecker factors share are valid."""
-    check_estimate(curvature, draws)
-    one_of(("expand", "reduce")).check("sharing", sharing)
-    require_integer("full_limit", full_limit, least=0)
-    require_integer("factor_limit", factor_limit, least=1)
+SHARINGS = ("expand", "reduce")  # ways to treat a weight that is used at many positions
 
 
 def kronecker_curvature(

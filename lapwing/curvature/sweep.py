@@ -35,7 +35,7 @@ from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
 from lapwing.problem import Problem, Statistics, checked_targets
-from lapwing.runtime.settings import NONE, one_of, require_integer
+from lapwing.runtime.settings import one_of
 from lapwing.runtime.state import SMALLEST, Array, PartOf, State, saved
 from lapwing.runtime.threads import numbered_generator
 
@@ -43,18 +43,6 @@ CURVATURES = ("ggn", "fisher_mc", "empirical")
 MANY = 64  # outputs of a sample, C or T C, up to which the exact curvature is the default
 DRAWS = 4  # labels that are drawn for each datum above that
 PLAIN = "jacobian"  # the Jacobian itself, without a likelihood: one seed for each output
-
-
-def checked_curvature(curvature: str, allowed: tuple[str, ...] = CURVATURES) -> str:
-    """Return the name of a curvature; raise if it is not one of those allowed."""
-    one_of(allowed).check("curvature", curvature)
-    return curvature
-
-
-def check_estimate(curvature: str | None, draws: int, allowed: tuple[str, ...] = CURVATURES) -> None:
-    """Raise unless the settings that all methods with a sampled curvature share are valid; None leaves the choice."""
-    (one_of(allowed) | NONE).check("curvature", curvature)
-    require_integer("draws", draws)
 
 
 def refuse_open_noise(curvature: str | None, likelihood: Likelihood) -> None:
@@ -86,7 +74,7 @@ class Seeds:
     draws: int = 1
 
     def __post_init__(self) -> None:
-        checked_curvature(self.curvature, (*CURVATURES, PLAIN))
+        one_of((*CURVATURES, PLAIN)).check("curvature", self.curvature)
 
     @property
     def sampled(self) -> bool:

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from lapwing.data.processes import Processes
 from lapwing.errors import DataError
-from lapwing.runtime.settings import DATA, FLAG, KEY, Rule, is_array, require_integer, seen
+from lapwing.runtime.settings import DATA, FLAG, KEY, Rule, integer, is_array, seen
 
 __all__ = ["OneSample", "Part", "SampleSet", "Weighted", "unpacked", "weighted"]
 
@@ -184,7 +184,7 @@ class Part(Sampler[int]):
     def __init__(self, dataset: Sized, process_group: Any, shuffle: bool = False, seed: int = 0) -> None:
         Rule("a data set with a length", lambda v: len(v) >= 0).check("dataset", dataset)
         FLAG.check("shuffle", shuffle)
-        require_integer("seed", seed, least=0)
+        integer(0).check("seed", seed)
         processes = Processes.of(process_group)
         self.rank, self.parts, self.total = processes.rank, processes.size, len(dataset)
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0

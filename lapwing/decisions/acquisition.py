@@ -15,7 +15,7 @@ from lapwing.decisions.collecting import input_batches, one_or_loader, refuse_sh
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.posteriors.base import HasFunctionSamples, required
 from lapwing.runtime.memory import working
-from lapwing.runtime.settings import NONE, Rule, integer, is_integer, one_of, require_integer
+from lapwing.runtime.settings import NONE, Rule, integer, is_integer, one_of
 from lapwing.values.gaussian import FunctionGaussian
 
 RULES = ("batch", "bald", "variance")
@@ -30,7 +30,7 @@ def choose_inputs(
     progress: bool | None,
 ) -> Tensor:  # fmt: skip
     """Return the numbers of the inputs to label; see ``Fitted.acquire``."""
-    require_integer("n", n)
+    integer().check("n", n)
     one_of(RULES).check("by", by)
     integer(1).check("candidates", candidates)
     SAMPLES.check("samples", samples)

@@ -23,7 +23,7 @@ from lapwing.networks.selection import Weights
 from lapwing.priors import FilterGP
 from lapwing.priors.base import Prior
 from lapwing.runtime.memory import budget, gathered, refuse_beyond
-from lapwing.runtime.settings import GENERATOR, NUMBER, Rule, one_of, require_integer, seen
+from lapwing.runtime.settings import GENERATOR, NUMBER, Rule, integer, one_of, seen
 from lapwing.runtime.threads import independent_generator, shows_inner_progress
 from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import Ascend, MaximiseEvidence, Tuner, applied, checked_tuner
@@ -339,7 +339,7 @@ class InversePosterior:
         return self._drawn(self.belief.prior_deviations, n, generator)
 
     def _drawn(self, draw: Callable[..., Tensor], n: int, generator: torch.Generator | None) -> Tensor:
-        require_integer("n", n)
+        integer().check("n", n)
         GENERATOR.check("generator", generator)
         network = self.problem.network
         size = n * network.size * network.output.element_size()

@@ -49,7 +49,7 @@ from lapwing.linalg.operators import (
     located_parts,
 )
 from lapwing.linalg.stochastic import Perturbed
-from lapwing.runtime.settings import is_real, require_integer, seen
+from lapwing.runtime.settings import integer, is_real, seen
 from lapwing.runtime.threads import derived_generator, normal, uniform
 
 WIDE = (torch.float32, torch.float64)
@@ -104,7 +104,7 @@ def check_settings(precision: float | None, noise_std: float | None, num_samples
     for name, value in (("precision", precision), ("noise_std", noise_std)):
         if value is not None and not (is_real(value) and 0 < value < math.inf):
             raise DataError(f"{name} is {value!r:.80}; expected a positive number, or None to learn it.")
-    require_integer("num_samples", num_samples)
+    integer().check("num_samples", num_samples)
     if not (is_real(tolerance) and 0 < tolerance < 1):
         raise DataError(f"tolerance is {tolerance!r:.80}; expected a relative residual between 0 and 1.")
 

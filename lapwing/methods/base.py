@@ -13,11 +13,12 @@ from torch import nn
 
 from lapwing.data.batches import Data
 from lapwing.data.processes import Processes
-from lapwing.errors import UnsupportedError
+from lapwing.errors import ModelError, UnsupportedError
 from lapwing.methods.cost import Cost, Workload
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.base import Posterior
 from lapwing.problem import Problem
+from lapwing.runtime.settings import Rule
 
 M = TypeVar("M")
 
@@ -27,6 +28,14 @@ class Method(Protocol):
     """A way to compute the posterior: a frozen dataclass of settings."""
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> Posterior: ...
+
+
+METHOD = Rule("an object such as lw.Kron()", lambda v: isinstance(v, Method) and not isinstance(v, type | nn.Module))
+MODELS = Rule(
+    "a list of trained torch.nn.Module",
+    lambda v: isinstance(v, tuple | list) and all(isinstance(model, nn.Module) for model in v),
+    ModelError,
+)
 
 
 @runtime_checkable

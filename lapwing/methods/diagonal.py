@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,18 +9,18 @@ import torch
 
 from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.kronecker import blockwise_sum
-from lapwing.curvature.sweep import DRAWS, check_estimate, chosen_seeds, swept
+from lapwing.curvature.sweep import CURVATURES, DRAWS, chosen_seeds, swept
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
 from lapwing.methods.cost import Cost, Workload
 from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
-from lapwing.runtime.state import Field, Maybe, Text, Whole
+from lapwing.runtime.settings import NONE, HasSettings, integer, one_of, setting
 
 
 @sums_data
 @dataclass(frozen=True)
-class Diagonal:
+class Diagonal(HasSettings):
     """The exact diagonal of the GGN: the smallest and fastest curvature, without correlations between weights.
 
     Args:
@@ -46,14 +45,10 @@ class Diagonal:
             [0.8165]])
     """
 
-    curvature: str | None = None
-    draws: int = DRAWS
+    curvature: str | None = setting(None, one_of(CURVATURES) | NONE)
+    draws: int = setting(DRAWS, integer())
     spans_processes: ClassVar[bool] = True
-    saved_settings: ClassVar[Mapping[str, Field]] = {"curvature": Maybe(Text()), "draws": Whole(1)}
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Diagonal(), "orthogonal"),))
-
-    def __post_init__(self) -> None:
-        check_estimate(self.curvature, self.draws)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)

@@ -19,13 +19,13 @@ from lapwing.networks.forward import copied, has_dropout, lent, raw_output, shap
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import MembersPosterior
 from lapwing.problem import Problem, summed_loss
-from lapwing.runtime.settings import require_integer
+from lapwing.runtime.settings import HasSettings, integer, setting
 from lapwing.runtime.state import MEMBERS, State, Whole, saved
 from lapwing.runtime.threads import global_seed
 
 
 @dataclass(frozen=True)
-class MCDropout:
+class MCDropout(HasSettings):
     """The spread of several forward passes, each with one random dropout mask for all inputs.
 
     For networks trained with ``nn.Dropout`` or with the dropout of PyTorch's attention and recurrent layers
@@ -49,15 +49,11 @@ class MCDropout:
     True
     """
 
-    samples: int = 32
-    seed: int = 0
+    samples: int = setting(32, integer(2))  # one sample has no spread
+    seed: int = setting(0, integer(0))
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its spread is that of the dropout masks", small=lambda model: {"": MCDropout(samples=2)}
     )
-
-    def __post_init__(self) -> None:
-        require_integer("samples", self.samples, least=2)  # one sample has no spread
-        require_integer("seed", self.seed, least=0)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
         network = problem.network

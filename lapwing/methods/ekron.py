@@ -8,17 +8,18 @@ from typing import ClassVar
 import torch
 
 from lapwing.curvature.blocks import FACTOR_LIMIT
-from lapwing.curvature.kronecker import check_settings, eigen_corrected, eigen_shared, kronecker_curvature
-from lapwing.curvature.sweep import DRAWS, Sweep, chosen_seeds
+from lapwing.curvature.kronecker import SHARINGS, eigen_corrected, eigen_shared, kronecker_curvature
+from lapwing.curvature.sweep import CURVATURES, DRAWS, Sweep, chosen_seeds
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance, Exactness
 from lapwing.methods.cost import Cost, KroneckerWork, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
+from lapwing.runtime.settings import NONE, HasSettings, integer, one_of, setting
 
 
 @dataclass(frozen=True)
-class EKron:
+class EKron(HasSettings):
     """The Kronecker eigenbasis of ``Kron`` with the exact diagonal of the curvature in it (EKFAC).
 
     Args:
@@ -45,11 +46,11 @@ class EKron:
             [0.8165]])
     """
 
-    curvature: str | None = None
-    sharing: str = "expand"
-    full_limit: int = 1024
-    draws: int = DRAWS
-    factor_limit: int = FACTOR_LIMIT
+    curvature: str | None = setting(None, one_of(CURVATURES) | NONE)
+    sharing: str = setting("expand", one_of(SHARINGS))
+    full_limit: int = setting(1024, integer(0))
+    draws: int = setting(DRAWS, integer())
+    factor_limit: int = setting(FACTOR_LIMIT, integer())
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (
@@ -58,9 +59,6 @@ class EKron:
                       no_laws="with fewer data than inputs of a layer, its eigenvectors are not unique"),
         )
     )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        check_settings(self.curvature, self.draws, self.sharing, self.full_limit, self.factor_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood

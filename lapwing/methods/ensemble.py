@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.methods.base import Conformance
+from lapwing.methods.base import MODELS, Conformance
 from lapwing.methods.cost import Cost, Workload
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import (
@@ -29,7 +29,7 @@ from lapwing.networks.forward import (
 )
 from lapwing.posteriors.members import MembersPosterior, mean_of, outputs_of
 from lapwing.problem import Problem, summed_loss
-from lapwing.runtime.settings import FUNCTION, NONE, Rule, require, require_integer
+from lapwing.runtime.settings import FUNCTION, NONE, HasSettings, integer, setting
 from lapwing.runtime.state import State
 from lapwing.runtime.threads import global_seed
 
@@ -37,7 +37,7 @@ Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its s
 
 
 @dataclass(frozen=True)
-class Ensemble:
+class Ensemble(HasSettings):
     """A deep ensemble (Lakshminarayanan et al. 2017): the spread of the model and other trained networks.
 
     The mean is that of the members and not the output of the model. The noise of a regression is the residual of that
@@ -64,18 +64,13 @@ class Ensemble:
     True
     """
 
-    models: Sequence[nn.Module] = field(default=(), repr=False)
-    train: Train | None = field(default=None, repr=False)
-    members: int = 5
+    models: Sequence[nn.Module] = setting((), MODELS, repr=False)
+    train: Train | None = setting(None, FUNCTION | NONE, repr=False)
+    members: int = setting(5, integer(2))
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its spread is that of several trainings",
         small=lambda model: {"": Ensemble(models=[renewed(model, 1)])},
     )
-
-    def __post_init__(self) -> None:
-        modules = lambda v: isinstance(v, tuple | list) and all(isinstance(m, nn.Module) for m in v)
-        require(self, models=Rule("a list of trained torch.nn.Module", modules, ModelError), train=FUNCTION | NONE)
-        require_integer("members", self.members, least=2)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
         network = problem.network

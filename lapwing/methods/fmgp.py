@@ -26,7 +26,7 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import gathered, runs
-from lapwing.runtime.settings import NONE, POSITIVE, one_of, require, require_integer
+from lapwing.runtime.settings import NONE, POSITIVE, HasSettings, integer, one_of, setting
 from lapwing.runtime.state import ROUNDING, Array, Either, Maybe, PartOf, State, Text, saved
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, normal, uniform
 from lapwing.runtime.trace import TRACE, Step, Trace, trace_settings
@@ -557,7 +557,7 @@ TRIAL = 20  # steps that are timed
 
 
 @dataclass(frozen=True)
-class FMGP:
+class FMGP(HasSettings):
     """A sparse Gaussian process whose mean is the network: cheap error bars without Jacobians.
 
     Kernel, inducing points and noise are learned on the predictive log-likelihood of the training data, together with a
@@ -593,23 +593,17 @@ class FMGP:
     (True, True)
     """
 
-    num_inducing: int = 100
-    kernel: str | None = None
-    steps: int = 1000
-    learning_rate: float = 0.01
-    batch_size: int = 100
-    patience: int = 5
+    num_inducing: int = setting(100, integer())
+    kernel: str | None = setting(None, one_of(KERNELS) | NONE)
+    steps: int = setting(1000, integer())
+    learning_rate: float = setting(0.01, POSITIVE)
+    batch_size: int = setting(100, integer())
+    patience: int = setting(5, integer())
     validation: Data | None = field(default=None, init=False, repr=False, compare=False)  # those of fit
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its kernel is learned and not that of the network",
         small=lambda model: {"": FMGP(num_inducing=3, steps=2)},
     )
-
-    def __post_init__(self) -> None:
-        for name in ("num_inducing", "steps", "batch_size", "patience"):
-            require_integer(name, getattr(self, name))
-        POSITIVE.check("learning_rate", self.learning_rate)
-        require(self, kernel=one_of(KERNELS) | NONE)
 
     def stopped_by(self, validation: Data) -> FMGP:
         """Return the method with validation data."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from lapwing.curvature.dense import full_curvature, full_hessian
-from lapwing.curvature.sweep import CURVATURES, DRAWS, checked_curvature, chosen_seeds, swept
+from lapwing.curvature.sweep import CURVATURES, DRAWS, chosen_seeds, swept
 from lapwing.data.batches import Data
 from lapwing.errors import UnsupportedError
 from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
@@ -18,8 +17,7 @@ from lapwing.methods.cost import HALVES, Cost, Work, Workload
 from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
 from lapwing.runtime.memory import BEYOND, budget
-from lapwing.runtime.settings import require_integer
-from lapwing.runtime.state import Field, Maybe, Text, Whole
+from lapwing.runtime.settings import NONE, HasSettings, integer, one_of, setting
 
 ALWAYS = 30_000  # weights that are accepted on every device, 7 GB for each matrix
 MATRICES = 4  # of P² numbers that a fit and its first prediction hold: H, Λ, its factor, and room for the Jacobians
@@ -27,7 +25,7 @@ MATRICES = 4  # of P² numbers that a fit and its first prediction hold: H, Λ, 
 
 @sums_data
 @dataclass(frozen=True)
-class Full:
+class Full(HasSettings):
     """The exact (P, P) precision, for small networks, last layers and subnetworks; the reference for other methods.
 
     Args:
@@ -55,18 +53,11 @@ class Full:
             [0.8165]])
     """
 
-    curvature: str = "ggn"
-    limit: int | None = None
-    draws: int = DRAWS
+    curvature: str = setting("ggn", one_of((*CURVATURES, "hessian")))
+    limit: int | None = setting(None, integer() | NONE)
+    draws: int = setting(DRAWS, integer())
     spans_processes: ClassVar[bool] = True
-    saved_settings: ClassVar[Mapping[str, Field]] = {"curvature": Text(), "limit": Maybe(Whole(1)), "draws": Whole(1)}
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Full(), "network"),))
-
-    def __post_init__(self) -> None:
-        if self.limit is not None:
-            require_integer("limit", self.limit)
-        checked_curvature(self.curvature, (*CURVATURES, "hessian"))
-        require_integer("draws", self.draws)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)

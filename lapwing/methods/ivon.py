@@ -22,7 +22,7 @@ from lapwing.posteriors.members import mean_of
 from lapwing.posteriors.sampled import Drawn, WeightDraws
 from lapwing.priors import Isotropic
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
-from lapwing.runtime.settings import NONE, POSITIVE, Rule, is_real, require, require_integer
+from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, HasSettings, integer, setting
 from lapwing.runtime.state import MEMBERS, SMALLEST, Array, State, Whole, saved
 from lapwing.runtime.threads import ProgressBar, Stream, derived_generator, normal
 
@@ -30,11 +30,10 @@ DECAY = 1e-4  # weight decay without a prior, the default of the package
 FORGOTTEN = 5.0  # after many steps the initial curvature has the weight exp(-FORGOTTEN), unless beta2 is given
 LEAST_BETA2 = 0.999  # an average over fewer steps would be noise: a step sees the curvature at one drawn point
 FAR = 10.0  # rise of the loss, in nats for each datum or times the loss at the start, that counts as divergence
-BELOW_ONE = Rule("a number of at least 0 and below 1", lambda v: is_real(v) and 0 <= v < 1)
 
 
 @dataclass(frozen=True)
-class IVON:
+class IVON(HasSettings):
     """A diagonal Gaussian over the weights, learned by the variational optimiser IVON, as a baseline.
 
     The optimiser goes on from the weights of the model, trained or not, on mini-batches. It maximises the evidence
@@ -70,27 +69,19 @@ class IVON:
     0.1
     """
 
-    epochs: int = 50
-    learning_rate: float = 0.1
-    batch_size: int = 128
-    hess_init: float = 1.0
-    beta1: float = 0.9
-    beta2: float | None = None
-    weight_decay: float | None = None
-    samples: int = 32
-    seed: int = 0
+    epochs: int = setting(50, integer())
+    learning_rate: float = setting(0.1, POSITIVE)
+    batch_size: int = setting(128, integer())
+    hess_init: float = setting(1.0, POSITIVE)
+    beta1: float = setting(0.9, BELOW_ONE)
+    beta2: float | None = setting(None, BELOW_ONE | NONE)
+    weight_decay: float | None = setting(None, POSITIVE | NONE)
+    samples: int = setting(32, integer(2))  # one has no spread
+    seed: int = setting(0, integer(0))
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its Gaussian has independent weights, and comes from stochastic steps",
         small=lambda model: {"": IVON(2, 1e-3, batch_size=4, samples=2)},
     )
-
-    def __post_init__(self) -> None:
-        require_integer("samples", self.samples, least=2)  # one has no spread
-        require_integer("epochs", self.epochs)
-        require_integer("batch_size", self.batch_size)
-        require_integer("seed", self.seed, least=0)
-        require(self, learning_rate=POSITIVE, hess_init=POSITIVE, weight_decay=POSITIVE | NONE)
-        require(self, beta1=BELOW_ONE, beta2=BELOW_ONE | NONE)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> GaussianDrawsPosterior:
         """Return the posterior; ``generator`` is not used, ``seed`` fixes the result."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.dense import LowRankCurvature
-from lapwing.curvature.sweep import checked_curvature, refuse_open_noise
+from lapwing.curvature.sweep import refuse_open_noise
 from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.dense import svd
@@ -20,8 +19,7 @@ from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
 from lapwing.runtime.memory import evenly, fitting
-from lapwing.runtime.settings import require_integer
-from lapwing.runtime.state import Field, Text, Whole
+from lapwing.runtime.settings import HasSettings, integer, one_of, setting
 from lapwing.tangent import NetworkDesign, refuse_unsteady
 
 COLUMNS = 2**16  # weights that are rotated at a time
@@ -29,7 +27,7 @@ COLUMNS = 2**16  # weights that are rotated at a time
 
 @sums_data
 @dataclass(frozen=True)
-class KernelSpace:
+class KernelSpace(HasSettings):
     r"""The same posterior as ``Full``, from the nC rows of X = Rᵀ J: for few data and many weights.
 
     X = V S^½ U gives the eigenvalues S and eigenvectors U of the GGN. One decomposition serves the evidence, the
@@ -55,15 +53,10 @@ class KernelSpace:
             [0.8165]])
     """
 
-    limit: int = 8192
-    curvature: str = "ggn"
+    limit: int = setting(8192, integer())
+    curvature: str = setting("ggn", one_of(("ggn", "empirical")))
     spans_processes: ClassVar[bool] = True
-    saved_settings: ClassVar[Mapping[str, Field]] = {"limit": Whole(1), "curvature": Text()}
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: KernelSpace(), "network"),))
-
-    def __post_init__(self) -> None:
-        require_integer("limit", self.limit)
-        checked_curvature(self.curvature, ("ggn", "empirical"))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)

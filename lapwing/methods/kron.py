@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from lapwing.curvature.blocks import FACTOR_LIMIT
-from lapwing.curvature.kronecker import check_settings, eigen_shared, kronecker_curvature
-from lapwing.curvature.sweep import DRAWS, chosen_seeds, swept
+from lapwing.curvature.kronecker import SHARINGS, eigen_shared, kronecker_curvature
+from lapwing.curvature.sweep import CURVATURES, DRAWS, chosen_seeds, swept
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
 from lapwing.methods.cost import Cost, KroneckerWork, Workload
 from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
-from lapwing.runtime.state import Field, Maybe, Text, Whole
+from lapwing.runtime.settings import NONE, HasSettings, integer, one_of, setting
 
 LIMITS = (FACTOR_LIMIT, 4096, 2048, 1024, 512)  # of factors that ``Auto`` tries, until they are within its budget
 # Multiplications of ``Auto`` for the cube of a matrix's size: ``python -m benchmarks.factors`` measures them.
@@ -25,7 +24,7 @@ DECOMPOSITION = {"cpu": 7, "gpu": 33}
 
 @sums_data
 @dataclass(frozen=True)
-class Kron:
+class Kron(HasSettings):
     """Kronecker-factored curvature over all layers (KFAC); the default.
 
     A parameter that is not the weight of a linear map gets its own block: a full matrix up to ``full_limit`` entries,
@@ -59,25 +58,18 @@ class Kron:
             [0.8165]])
     """
 
-    curvature: str | None = None
-    sharing: str = "expand"
-    full_limit: int = 1024
-    draws: int = DRAWS
-    factor_limit: int = FACTOR_LIMIT
+    curvature: str | None = setting(None, one_of(CURVATURES) | NONE)
+    sharing: str = setting("expand", one_of(SHARINGS))
+    full_limit: int = setting(1024, integer(0))
+    draws: int = setting(DRAWS, integer())
+    factor_limit: int = setting(FACTOR_LIMIT, integer())
     spans_processes: ClassVar[bool] = True
-    saved_settings: ClassVar[Mapping[str, Field]] = {
-        "curvature": Maybe(Text()), "sharing": Text(), "full_limit": Whole(0), "draws": Whole(1),
-        "factor_limit": Whole(1),
-    }  # fmt: skip
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: Kron(), "linear", prior="input"),
             Exactness(lambda weights, rows: Kron(sharing="reduce"), "linear", name="reduce", prior="input"),
         )
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self.curvature, self.draws, self.sharing, self.full_limit, self.factor_limit)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)

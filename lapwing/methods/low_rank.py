@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from lapwing.curvature.dense import LowRankCurvature
-from lapwing.curvature.sweep import checked_curvature, refuse_open_noise
+from lapwing.curvature.sweep import refuse_open_noise
 from lapwing.data.batches import Data
 from lapwing.linalg.krylov import OVERSAMPLE, leading_eigenpairs
 from lapwing.linalg.operators import gram_product
@@ -17,13 +17,13 @@ from lapwing.methods.base import Conformance, Exactness
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
-from lapwing.runtime.settings import POSITIVE, require_integer
+from lapwing.runtime.settings import POSITIVE, HasSettings, integer, one_of, setting
 from lapwing.runtime.threads import generator_or_default
 from lapwing.tangent import NetworkDesign
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(HasSettings):
     """The ``rank`` leading eigenpairs of the GGN by block Lanczos, and the prior in all other directions.
 
     Directions left out keep their prior variance, so the variance of f is too large rather than too small, up to the
@@ -51,20 +51,14 @@ class LowRank:
             [0.8165]])
     """
 
-    rank: int = 32
-    block: int = 16
-    tolerance: float = 1e-10
-    curvature: str = "ggn"
+    rank: int = setting(32, integer())
+    block: int = setting(16, integer())
+    tolerance: float = setting(1e-10, POSITIVE)
+    curvature: str = setting("ggn", one_of(("ggn", "empirical")))
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (Exactness(lambda weights, rows: LowRank(rank=weights), "network"),), small=lambda model: {"": LowRank(rank=3)}
     )
-
-    def __post_init__(self) -> None:
-        for name in ("rank", "block"):
-            require_integer(name, getattr(self, name))
-        POSITIVE.check("tolerance", self.tolerance)
-        checked_curvature(self.curvature, ("ggn", "empirical"))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network = problem.network

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from lapwing.errors import ModelError, UnsupportedError
-from lapwing.methods.base import Conformance, HasCost, Method
+from lapwing.errors import UnsupportedError
+from lapwing.methods.base import METHOD, MODELS, Conformance, HasCost, Method
 from lapwing.methods.cost import Cost, Workload
 from lapwing.methods.kron import Kron
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.several import NetworksPosterior
-from lapwing.runtime.settings import NONE, POSITIVE_VALUES, Rule, require
+from lapwing.runtime.settings import NONE, POSITIVE_VALUES, HasSettings, setting
 
 
 @dataclass(frozen=True)
-class MixtureOfLaplace:
+class MixtureOfLaplace(HasSettings):
     """A mixture of Laplace approximations (Eschenhagen et al. 2021): ``method`` is fitted to every network.
 
     Each network is fitted as ``fit`` fits one: it learns its prior and noise, and is calibrated on validation data if
@@ -47,23 +47,13 @@ class MixtureOfLaplace:
     True
     """
 
-    models: Sequence[nn.Module] = field(default=(), repr=False)
-    method: Method = field(default_factory=Kron)
-    shares: Sequence[float] | None = None
+    models: Sequence[nn.Module] = setting((), MODELS, repr=False)
+    method: Method = setting(Kron(), METHOD)
+    shares: Sequence[float] | None = setting(None, POSITIVE_VALUES | NONE)
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="it mixes the posteriors of several networks",
         small=lambda model: {"": MixtureOfLaplace([_other(model)])},
     )
-
-    def __post_init__(self) -> None:
-        modules = lambda v: isinstance(v, tuple | list) and all(isinstance(m, nn.Module) for m in v)
-        instance = lambda v: isinstance(v, Method) and not isinstance(v, type | nn.Module)
-        require(
-            self,
-            models=Rule("a list of trained torch.nn.Module", modules, ModelError),
-            method=Rule("an object such as lw.Kron()", instance),
-            shares=POSITIVE_VALUES | NONE,
-        )
 
     def networks(self, model: nn.Module) -> list[nn.Module]:
         networks = [model, *self.models]

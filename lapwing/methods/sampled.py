@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.sweep import checked_curvature
 from lapwing.data.batches import Data
 from lapwing.data.processes import ALONE, Processes
 from lapwing.errors import UnsupportedError
@@ -24,10 +23,14 @@ from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import Problem
 from lapwing.runtime.memory import budget
-from lapwing.runtime.settings import POSITIVE, is_real, one_of, require, require_integer
+from lapwing.runtime.settings import NONE, POSITIVE, HasSettings, Rule, integer, is_real, one_of, setting
 from lapwing.runtime.threads import generator_or_default
 from lapwing.tangent import NetworkDesign, refuse_reordered, refuse_unsteady
 
+TOLERANCE = Rule(
+    "a number between 0 and 1, both excluded: the share of a standard deviation by which a sample may be off",
+    lambda v: is_real(v) and 0 < v < 1,
+)
 STOCHASTIC = ("sgd", "sdd")
 SOLVERS = ("krylov", "cg", *STOCHASTIC)
 BASIS = 320  # rows in a typical Krylov basis
@@ -40,7 +43,7 @@ SOLVES = 4  # cost of samples whose prior precision is learned, in solves at one
 
 
 @dataclass(frozen=True)
-class Sampled:
+class Sampled(HasSettings):
     r"""Samples of the exact posterior by sample-then-optimise (Antorán et al. 2023).
 
     Prior noise ζ and data noise ε are drawn, and a linear system turns them into a sample z of the posterior:
@@ -81,35 +84,21 @@ class Sampled:
     torch.Size([2, 1])
     """
 
-    num_samples: int = 16
-    solver: str = "krylov"
-    tolerance: float = 1e-2
-    width: int = 16
-    probes: int = 8
-    steps: int = 20
-    curvature: str = "ggn"
-    objective: str = "reduced"
-    batch: int = 128
-    epochs: int = 400
-    memory: float | None = None
+    num_samples: int = setting(16, integer())
+    solver: str = setting("krylov", one_of(SOLVERS))
+    tolerance: float = setting(1e-2, TOLERANCE)
+    width: int = setting(16, integer())
+    probes: int = setting(8, integer(2))
+    steps: int = setting(20, integer())
+    curvature: str = setting("ggn", one_of(("ggn",)))
+    objective: str = setting("reduced", one_of(OBJECTIVES))
+    batch: int = setting(128, integer())
+    epochs: int = setting(400, integer())
+    memory: float | None = setting(None, POSITIVE | NONE)
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="variances from samples have a sampling error", small=lambda model: {"": Sampled(num_samples=3)}
     )
-
-    def __post_init__(self) -> None:
-        for name in ("num_samples", "width", "steps", "batch", "epochs"):
-            require_integer(name, getattr(self, name))
-        require_integer("probes", self.probes, least=2)
-        if self.memory is not None:
-            POSITIVE.check("memory", self.memory)
-        if not is_real(self.tolerance) or not 0 < self.tolerance < 1:
-            raise UnsupportedError(
-                f"tolerance is {self.tolerance!r:.80}; expected a number between 0 and 1, both excluded: the share of "
-                "a standard deviation by which a sample may be off."
-            )
-        checked_curvature(self.curvature, ("ggn",))
-        require(self, solver=one_of(SOLVERS), objective=one_of(OBJECTIVES))
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> SampledPosterior:
         network = problem.network

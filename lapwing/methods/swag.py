@@ -20,17 +20,18 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of
 from lapwing.posteriors.sampled import Drawn, WeightDraws
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
-from lapwing.runtime.settings import POSITIVE, is_real, require_integer
+from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, HasSettings, Rule, integer, is_real, setting
 from lapwing.runtime.state import ABOVE_ZERO, MEMBERS, Array, State, Whole, saved
 from lapwing.runtime.threads import ProgressBar, derived_generator, normal
 
 FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times
 SMALLEST = FIRST / 2**HALVINGS
 NEAR, FAR = 0.1, 1.0  # limits on the rise of the loss (see Descent.run) for a rate chosen here, and for a given one
+DECAY = Rule("a finite number of at least 0", lambda v: is_real(v) and 0 <= v < math.inf)
 
 
 @dataclass(frozen=True)
-class SWAG:
+class SWAG(HasSettings):
     """A Gaussian fitted to the iterates of SGD, as a baseline.
 
     SGD with momentum goes on from the trained weights at a constant learning rate, on mini-batches of the mean loss.
@@ -68,31 +69,23 @@ class SWAG:
     True
     """
 
-    snapshots: int = 30
-    rank: int = 20
-    learning_rate: float | None = None
-    epochs_between: int = 1
-    steps_between: int | None = None
-    batch_size: int = 128
-    momentum: float = 0.9
-    weight_decay: float | None = None
-    samples: int = 32
-    seed: int = 0
+    snapshots: int = setting(30, integer(2))  # one has no spread
+    rank: int = setting(20, integer(2))
+    learning_rate: float | None = setting(None, POSITIVE | NONE)
+    epochs_between: int = setting(1, integer())
+    steps_between: int | None = setting(None, integer() | NONE)
+    batch_size: int = setting(128, integer())
+    momentum: float = setting(0.9, BELOW_ONE)
+    weight_decay: float | None = setting(None, DECAY | NONE)
+    samples: int = setting(32, integer(2))
+    seed: int = setting(0, integer(0))
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="it is a Gaussian through iterates of SGD",
         small=lambda model: {"": SWAG(2, 2, learning_rate=1e-3, batch_size=2, samples=2)},
     )
 
     def __post_init__(self) -> None:
-        for name in ("snapshots", "rank", "samples"):
-            require_integer(name, getattr(self, name), least=2)  # one has no spread
-        for name in ("epochs_between", "batch_size"):
-            require_integer(name, getattr(self, name))
-        require_integer("seed", self.seed, least=0)
-        if self.steps_between is not None:
-            require_integer("steps_between", self.steps_between)
-        if self.learning_rate is not None:
-            POSITIVE.check("learning_rate", self.learning_rate)
+        super().__post_init__()
         if self.rank > self.snapshots:
             raise UnsupportedError(
                 f"rank is {self.rank} and snapshots {self.snapshots}; expected no more deviations than snapshots."
@@ -101,11 +94,6 @@ class SWAG:
             raise UnsupportedError(
                 f"steps_between is {self.steps_between} and epochs_between {self.epochs_between}; expected one of them."
             )
-        if not is_real(self.momentum) or not 0 <= self.momentum < 1:
-            raise UnsupportedError(f"momentum is {self.momentum!r:.80}; expected a number of at least 0 and below 1.")
-        decay = self.weight_decay
-        if decay is not None and not (is_real(decay) and 0 <= decay < math.inf):
-            raise UnsupportedError(f"weight_decay is {decay!r:.80}; expected a finite number of at least 0, or None.")
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> DrawnPosterior:
         """Return the posterior; ``generator`` is not used, ``seed`` fixes the result."""

@@ -22,7 +22,7 @@ from lapwing.networks.selection import Weights
 from lapwing.posteriors.members import MeanFieldPosterior, checked_features
 from lapwing.problem import Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import refuse_beyond, runs
-from lapwing.runtime.settings import POSITIVE, require, require_integer
+from lapwing.runtime.settings import POSITIVE, HasSettings, integer, setting
 from lapwing.runtime.threads import ProgressBar, derived_generator, normal
 
 ITERATIONS = 10  # of L-BFGS in a step of the progress bar
@@ -32,7 +32,7 @@ USUAL = 150  # evaluations of the bound in a usual fit
 
 
 @dataclass(frozen=True)
-class VariationalLastLayer:
+class VariationalLastLayer(HasSettings):
     """A mean-field Gaussian over the last layer's weights, as a baseline: the one with the highest evidence bound.
 
     The features are those of the trained network and computed once. For Gaussian noise the optimum has a closed form:
@@ -64,10 +64,10 @@ class VariationalLastLayer:
     torch.Size([3, 9])
     """
 
-    samples: int = 8
-    tolerance: float = 1e-5
-    max_steps: int = 1000
-    seed: int = 0
+    samples: int = setting(8, integer(2))
+    tolerance: float = setting(1e-5, POSITIVE)
+    max_steps: int = setting(1000, integer())
+    seed: int = setting(0, integer(0))
     needs_prior: bool = field(default=True, init=False, repr=False)
     weights: ClassVar[Weights] = LastLayer()
     conformance: ClassVar[Conformance] = Conformance(
@@ -76,10 +76,7 @@ class VariationalLastLayer:
     )
 
     def __post_init__(self) -> None:
-        require_integer("samples", self.samples, least=2)
-        require_integer("max_steps", self.max_steps)
-        require_integer("seed", self.seed, least=0)
-        require(self, tolerance=POSITIVE)
+        super().__post_init__()
         if self.samples % 2:
             raise UnsupportedError(f"samples is {self.samples}; expected an even number.")
 

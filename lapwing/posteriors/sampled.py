@@ -25,7 +25,7 @@ from lapwing.posteriors.members import PointPosterior, spread
 from lapwing.posteriors.weight_space import Mode
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
-from lapwing.runtime.settings import require_integer
+from lapwing.runtime.settings import integer
 from lapwing.runtime.state import Array, Maybe, Real, State, Whole, saved
 from lapwing.runtime.threads import derived_generator
 from lapwing.runtime.trace import TRACE, Trace, trace_settings
@@ -157,7 +157,7 @@ class SampledPosterior(Linearised):
         return (self.samples @ weight_slope(self.problem.network, function, x)).square().mean()
 
     def _refuse_more(self, n: int) -> None:
-        require_integer("n", n)
+        integer().check("n", n)
         if n > len(self.samples):
             raise UnsupportedError(
                 f"{n} samples were asked for and {len(self.samples)} are stored; fit with Sampled(num_samples=...)."

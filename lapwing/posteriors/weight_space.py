@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ from lapwing.posteriors.draws import numbered_normals
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
 from lapwing.runtime.memory import PIECE, budget, evenly, gathered
-from lapwing.runtime.settings import require_integer
-from lapwing.runtime.state import Array, Field, Maybe, PartOf, Real, State, Text, saved
+from lapwing.runtime.settings import declared_settings, integer
+from lapwing.runtime.state import Array, Maybe, PartOf, Real, State, Text, saved, setting_fields, settings_of
 from lapwing.runtime.threads import normal_rows
 from lapwing.runtime.trace import TRACE, Trace, trace_settings
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
@@ -48,13 +48,11 @@ Sums = tuple[Curvature | PerOutputCurvature, Statistics, Estimate | None]
 
 
 class SumsData(Protocol):
-    """A method whose posterior is a sum over the data, with its settings: the sums of two data sets add up."""
+    """A method whose posterior is a sum over the data: the sums of two data sets add up."""
 
     def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         """Return the curvature, the statistics, and how the curvature was estimated if it was."""
         ...
-
-    saved_settings: ClassVar[Mapping[str, Field]]  # all of its settings, as files hold them
 
 
 _METHODS: dict[str, Any] = {}
@@ -64,12 +62,18 @@ def sums_data(cls: M) -> M:
     """Register a method whose posterior is a sum over the data, so that files can say how it was made. A decorator.
 
     Raises:
-        UnsupportedError: If another method has the name already.
+        UnsupportedError: If another method has the name already, or a setting is not declared with ``setting``.
     """
     known = _METHODS.get(cls.__name__, cls)
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise UnsupportedError(
             f"files already know a method {cls.__name__!r}, from {known.__module__}; give this one another name."
+        )
+    undeclared = [each.name for each in fields(cls) if each.name not in declared_settings(cls)]
+    if undeclared:
+        raise UnsupportedError(
+            f"{cls.__name__} has the settings {', '.join(undeclared)}, and no declaration says what files may hold for "
+            "them; expected fields declared with setting(default, rule)."
         )
     _METHODS[cls.__name__] = cls
     return cls
@@ -82,14 +86,13 @@ class SummedBy:
     @staticmethod
     def state(method: SumsData) -> State:
         """Return the method as plain data."""
-        settings = {name: getattr(method, name) for name in method.saved_settings}
-        return State("SummedBy", {"name": type(method).__name__, **settings})
+        return State("SummedBy", {"name": type(method).__name__, **settings_of(method)})
 
     @classmethod
     def from_state(cls, state: State) -> Any:
         """Build the method again."""
         name = state.settings.get("name")
-        known = _METHODS[name].saved_settings if name in _METHODS else {}
+        known = setting_fields(_METHODS[name]) if name in _METHODS else {}
         fields = state.read(name=Text(tuple(_METHODS)), **known)
         return _METHODS[fields.pop("name")](**fields)
 
@@ -469,7 +472,7 @@ class WeightPosterior(Linearised):
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n functions of the tangent model, (n, B, [T,] C): one draw of the weights for all inputs."""
-        require_integer("n", n)
+        integer().check("n", n)
 
         def drawn(run: slice) -> Tensor:
             f, products = outputs_along(self.problem.network, x, self.deviations(run.stop - run.start, generator))

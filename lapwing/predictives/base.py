@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent
 
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.runtime.settings import POSITIVE, PROBABILITY, TENSOR, require_integer, seen
+from lapwing.runtime.settings import POSITIVE, PROBABILITY, TENSOR, integer, seen
 from lapwing.runtime.threads import classes
 from lapwing.values.arrays import mean_of_ties
 
@@ -695,7 +695,7 @@ class ClassPredictive(LabelPredictive, Protocol):
         return torch.zeros_like(self.probs)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        require_integer("n", n)
+        integer().check("n", n)
         return classes(self.probs.expand(n, *self.probs.shape), generator)
 
     @staticmethod

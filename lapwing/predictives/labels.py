@@ -16,7 +16,7 @@ from lapwing.errors import UnsupportedError
 from lapwing.predictives.base import ClassPredictive, MultilabelPredictive, checked_labels, checked_numbers, is_soft
 from lapwing.predictives.mixture import BinaryMixture, ClassMixture
 from lapwing.runtime.memory import gathered, runs
-from lapwing.runtime.settings import require_integer
+from lapwing.runtime.settings import integer
 from lapwing.runtime.threads import uniform
 from lapwing.values.functions import FunctionSamples
 from lapwing.values.gaussian import FunctionGaussian, by_inputs, normal_nodes, psd_root
@@ -175,7 +175,7 @@ class BinaryPredictive(MultilabelPredictive):
         return self.log_prob_each(y).masked_fill(~known, 0).sum(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        require_integer("n", n)
+        integer().check("n", n)
         draws = uniform((n, *self.probs.shape), generator, self.probs)
         return (draws < self.probs).to(self.probs)
 

@@ -25,7 +25,7 @@ from lapwing.predictives.base import (
     whole_quantile,
 )
 from lapwing.runtime.memory import gathered, runs
-from lapwing.runtime.settings import require_integer
+from lapwing.runtime.settings import integer
 from lapwing.runtime.threads import uniform
 
 REACH = 14.0  # sinh(14) standard deviations on either side of the mean: nothing is beyond, for Student tails either
@@ -70,7 +70,7 @@ class Mixture(Predictive, Protocol):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws, (n, B, [T,] C): for each input a component, then a draw from it."""
-        require_integer("n", n)
+        integer().check("n", n)
         mean = self.mean
         edges = self.weights.to(mean.device).cumsum(0)[:-1].contiguous()
         cells = torch.searchsorted(edges, uniform((n, *mean.shape[:-1]), generator, mean).to(edges), right=True)

@@ -23,7 +23,7 @@ from torch.distributions import (
 from lapwing.errors import DataError, NumericalError
 from lapwing.predictives.base import NumberPredictive, NumberScoring, cdf, checked_numbers, quantile, whole_quantile
 from lapwing.predictives.mixture import CountMixture, DensityMixture
-from lapwing.runtime.settings import PROBABILITY, require_integer
+from lapwing.runtime.settings import PROBABILITY, integer
 from lapwing.runtime.threads import normal, poisson
 from lapwing.values.gaussian import FunctionGaussian, by_inputs, normal_nodes
 
@@ -97,7 +97,7 @@ class NormalPredictive(NumberPredictive):
         return out
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        require_integer("n", n)
+        integer().check("n", n)
         eps = normal((n, *self.mean.shape), generator, self.mean)
         return self.belief.sample(n, generator) + eps * self.noise.sqrt()
 
@@ -188,7 +188,7 @@ class StudentPredictive(NumberPredictive):
         return constant - 0.5 * log_det - (nu + outputs) / 2 * torch.log1p(distance / nu)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        require_integer("n", n)
+        integer().check("n", n)
         eps = normal((n, *self.mean.shape), generator, self.mean) * self.noise.sqrt()
         deviation = self.belief.sample(n, generator) - self.mean + eps
         return self.mean + self.scale * deviation / self._chi(n, generator).sqrt()
@@ -316,7 +316,7 @@ class CountPredictive(NumberPredictive):
         return reach
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        require_integer("n", n)
+        integer().check("n", n)
         return poisson(self.belief.sample(n, generator).exp(), generator)
 
     @property

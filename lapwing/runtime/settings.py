@@ -1,7 +1,7 @@
-"""Rules for what a user gives: what is expected in words, and whether a value is that. Every refusal has one form.
+"""Settings and the rules for them: what is expected in words, and whether a value is that. Every refusal has one form.
 
-A class declares the rules of its fields in ``__post_init__`` with ``require``; a function checks its arguments by the
-rules themselves.
+A class inherits from ``HasSettings`` and declares each setting once, with ``setting``: the check when an object is
+made, the form in a file and the check when a file is read follow. A function checks its arguments by the rules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -78,6 +78,7 @@ class Rule:
 NONE = Rule("None", lambda v: v is None)
 FLAG = Rule("True or False", lambda v: isinstance(v, bool))
 POSITIVE = Rule("a positive, finite number", lambda v: is_real(v) and 0 < v < math.inf)
+BELOW_ONE = Rule("a number of at least 0 and below 1", lambda v: is_real(v) and 0 <= v < 1)
 POSITIVE_VALUES = Rule(
     "a list of positive, finite numbers", lambda v: _all_numbers(v, lambda t: t > 0) and _parts(v) == 1
 )
@@ -140,6 +141,7 @@ def _parts(value: Any) -> int:
     return 0 if type(value) in (int, float) else torch.as_tensor(value).ndim
 
 
+@functools.cache
 def integer(least: int = 1) -> Rule:
     """Return the rule for a whole number of at least ``least``."""
     return Rule(f"an integer of at least {least}", lambda v: is_integer(v) and v >= least)
@@ -162,6 +164,46 @@ def nearest(name: Any, names: Collection[str]) -> str:
     begun = [each for each in names if len(name) > 2 and each.startswith(name)]
     close = get_close_matches(name, list(names), 1) or begun
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def setting(default: Any, rule: Rule, *, stored: Any = None, **options: Any) -> Any:
+    """Declare a field of a dataclass that inherits from ``HasSettings``.
+
+    Args:
+        default: The value of a setting that is not given.
+        rule: What the setting must be.
+        stored: The field of the setting in a file (``runtime.state``), if a file must hold more than the rule says.
+        options: As for ``dataclasses.field``.
+    """
+    return field(default=default, metadata={"rule": rule, "stored": stored}, **options)
+
+
+def required(rule: Rule, **options: Any) -> Any:
+    """Declare a setting without a default."""
+    return setting(MISSING, rule, **options)
+
+
+class HasSettings:
+    """A frozen dataclass whose fields are declared with ``setting``: they are checked when an object is made.
+
+    A class with a check of several settings together makes it in its own ``__post_init__``, after this one.
+
+    >>> @dataclass(frozen=True)
+    ... class Example(HasSettings):
+    ...     rank: int = setting(32, integer(1))
+    >>> Example(rank=0)
+    Traceback (most recent call last):
+    lapwing.errors.UnsupportedError: rank is 0; expected an integer of at least 1.
+    """
+
+    def __post_init__(self) -> None:
+        for name, declared in declared_settings(type(self)).items():
+            declared.metadata["rule"].check(name, getattr(self, name))
+
+
+def declared_settings(cls: type) -> dict[str, Field[Any]]:
+    """Return the fields of a dataclass that are declared with ``setting``, by name."""
+    return {each.name: each for each in fields(cls) if each.metadata.get("rule")}  # type: ignore[arg-type]
 
 
 def refuse_other_arguments(call: Call) -> Call:
@@ -201,14 +243,6 @@ def require(given: Any, **rules: Rule) -> None:
     """Raise unless the attributes of these names are as the rules expect."""
     for name, rule in rules.items():
         rule.check(name, getattr(given, name))
-
-
-def require_integer(name: str, value: Any, least: int = 1) -> None:
-    """Raise unless the value is an integer of at least ``least``."""
-    if not is_integer(value):
-        raise UnsupportedError(f"{name} is {seen(value)}; expected an integer.")
-    if value < least:
-        raise UnsupportedError(f"{name} is {value}; expected at least {least}.")
 
 
 def usable_device(device: Any) -> torch.device:

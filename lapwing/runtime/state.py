@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import FileError, UnsupportedError
+from lapwing.runtime.settings import Rule, declared_settings
 
 Sizes = dict[str, int]
 Length = int | str | None  # of a dimension: a number, a letter that stands for the same number everywhere, or any
@@ -193,6 +194,39 @@ class Array:
         if self.also is not None and (wrong := self.also(value)):
             raise FileError(wrong)
         return value
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A setting that a rule for users admits too; numbers are neither huge nor tiny. Lists become tuples."""
+
+    rule: Rule
+    place: ClassVar[str] = "settings"
+
+    def checked(self, value: Any, sizes: Sizes) -> Any:
+        if not (_is_moderate(value) and self.rule.admits(value)):
+            raise refused(value, self.rule.expected)
+        return tuple(value) if isinstance(value, list) else value
+
+
+def _is_moderate(value: Any) -> bool:
+    """Return whether a value is a text, a flag, None, a number that is neither huge nor tiny, or a list of such."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_moderate, value))
+    if isinstance(value, float):
+        return value == 0 or SMALLEST <= abs(value) <= LARGEST
+    return isinstance(value, str | None) or (isinstance(value, int) and abs(value) <= MOST)
+
+
+def settings_of(value: Any) -> dict[str, Any]:
+    """Return the settings of a dataclass by name, as a file holds them."""
+    return {name: getattr(value, name) for name in declared_settings(type(value))}
+
+
+def setting_fields(cls: type) -> dict[str, Field]:
+    """Return the field of each setting of a class, for ``State.read``: that of its declaration, or its rule."""
+    declared = {name: each.metadata for name, each in declared_settings(cls).items()}
+    return {name: each["stored"] or Admitted(each["rule"]) for name, each in declared.items()}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lapwing.methods.kron import Kron
 from lapwing.methods.map_only import MapOnly
 from lapwing.priors import Isotropic, PerLayer
 from lapwing.priors.base import BoundPrior, Prior
-from lapwing.runtime.settings import FLAG, FUNCTION, NONE, POSITIVE, Rule, one_of, require, require_integer
+from lapwing.runtime.settings import FLAG, FUNCTION, NONE, POSITIVE, Rule, integer, one_of, require
 from lapwing.runtime.state import SMALLEST, Array, Either, Field, Maybe, Real, State, Unread, Whole, on_device
 from lapwing.tuners.base import Ascend, Tuner
 from lapwing.tuners.fixed_point import FixedPoint
@@ -193,15 +193,15 @@ class Recipe:
             update=Rule("a tuner, such as lw.tuners.Ascend()", FUNCTION.holds) | NONE,
         )
         require(self, optimiser=one_of(OPTIMISERS))
-        require_integer("epochs", self.epochs)
-        require_integer("frequency", self.frequency)
-        require_integer("burn_in", self.burn_in, least=0)
+        integer().check("epochs", self.epochs)
+        integer().check("frequency", self.frequency)
+        integer(0).check("burn_in", self.burn_in)
         POSITIVE.check("rate", self.rate)
         POSITIVE.check("last_rate", self.last_rate)
         if self.last_rate > self.rate:
             raise UnsupportedError(f"rate is {self.rate} and last_rate {self.last_rate}; expected 0 < last <= first.")
         FLAG.check("keep_best", self.keep_best)
-        require_integer("seed", self.seed, least=0)
+        integer(0).check("seed", self.seed)
 
     @property
     def full_batch(self) -> bool:

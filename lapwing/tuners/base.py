@@ -23,7 +23,7 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.base import Bounded, HasEvidence, Posterior, Reweightable, Tunable
 from lapwing.priors.base import prior_kernel, starting_precisions
 from lapwing.problem import Problem
-from lapwing.runtime.settings import DATA, FLAG, FUNCTION, NONE, POSITIVE, Rule, is_data, require, require_integer, seen
+from lapwing.runtime.settings import DATA, FLAG, FUNCTION, NONE, POSITIVE, Rule, integer, is_data, require, seen
 from lapwing.runtime.trace import Step, Trace
 
 
@@ -301,7 +301,7 @@ class MaximiseEvidence:
 
     def __post_init__(self) -> None:
         FLAG.check("noise", self.noise)
-        require_integer("max_steps", self.max_steps)
+        integer().check("max_steps", self.max_steps)
         POSITIVE.check("tolerance", self.tolerance)
         HYPERPRIOR.check("hyperprior", self.hyperprior)
 
@@ -358,7 +358,7 @@ class Ascend:
     hyperprior: Hyperprior | None = None
 
     def __post_init__(self) -> None:
-        require_integer("steps", self.steps, least=0)
+        integer(0).check("steps", self.steps)
         POSITIVE.check("rate", self.rate)
         FLAG.check("noise", self.noise)
         HYPERPRIOR.check("hyperprior", self.hyperprior)
@@ -451,7 +451,7 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
     """
     core = getattr(posterior, "posterior", posterior)  # the posterior inside the result of fit, or the one given
     Rule("a posterior that fit() made", lambda v: hasattr(v, "problem")).check("posterior", core)
-    require_integer("block", block)
+    integer().check("block", block)
     network = core.problem.network
     refuse_training_mode(network.model)
     if core is not posterior:
@@ -502,8 +502,8 @@ class MaximiseBound:
 
     def __post_init__(self) -> None:
         require(self, data=DATA | NONE)
-        require_integer("block", self.block)
-        require_integer("steps", self.steps)
+        integer().check("block", self.block)
+        integer().check("steps", self.steps)
         POSITIVE.check("rate", self.rate)
         FLAG.check("noise", self.noise)
 

@@ -15,7 +15,7 @@ from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.base import SamplesGamma, effective_parameters
 from lapwing.posteriors.weight_space import Mode
 from lapwing.problem import Problem
-from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, one_of, require, require_integer
+from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, integer, one_of, require
 from lapwing.runtime.trace import NOT_CONVERGED, Step, Trace
 from lapwing.tangent import tangent_model
 from lapwing.tuners.base import Search, in_range, required_data
@@ -63,7 +63,7 @@ class FixedPoint:
 
     def __post_init__(self) -> None:
         FLAG.check("noise", self.noise)
-        require_integer("max_steps", self.max_steps)
+        integer().check("max_steps", self.max_steps)
         POSITIVE.check("tolerance", self.tolerance)
 
     def __call__(self, posterior: Any) -> Any:
@@ -204,7 +204,7 @@ class SampleEM:
     def __post_init__(self) -> None:
         require(self, mode=one_of(MODES), data=DATA | NONE)
         FLAG.check("noise", self.noise)
-        require_integer("max_steps", self.max_steps)
+        integer().check("max_steps", self.max_steps)
         POSITIVE.check("tolerance", self.tolerance)
         POSITIVE.check("solver_tolerance", self.solver_tolerance)
 

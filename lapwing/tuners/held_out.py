@@ -19,7 +19,7 @@ from lapwing.networks.jacobians import temporary
 from lapwing.posteriors.base import HasEvidence
 from lapwing.posteriors.draws import Kept, drawn_beliefs, pieces
 from lapwing.problem import Problem, sample_count
-from lapwing.runtime.settings import DATA, FLAG, POSITIVE_VALUES, Rule, require, require_integer
+from lapwing.runtime.settings import DATA, FLAG, POSITIVE_VALUES, Rule, integer, require
 from lapwing.runtime.trace import Step, Trace
 from lapwing.tuners.mixing import drawn_numbers
 from lapwing.values.functions import FunctionSamples
@@ -135,7 +135,7 @@ class CrossValidated:
 
     def __post_init__(self) -> None:
         require(self, data=DATA, precisions=POSITIVE_VALUES, metric=METRIC, one_error=FLAG)
-        require_integer("folds", self.folds, least=2)
+        integer(2).check("folds", self.folds)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior under the best precision."""

@@ -20,7 +20,7 @@ from lapwing.methods.base import Method
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors.base import group_starting_precisions
 from lapwing.problem import Problem
-from lapwing.runtime.settings import DATA, NONE, POSITIVE, Rule, one_of, require, require_integer
+from lapwing.runtime.settings import DATA, NONE, POSITIVE, Rule, integer, one_of, require
 from lapwing.runtime.trace import Step, Trace
 from lapwing.tangent import TangentModel, tangent_model
 from lapwing.tuners.base import LARGEST_SLOPE, Search, minimise, required_data
@@ -163,8 +163,8 @@ class LinearMode:
     def __post_init__(self) -> None:
         method = Rule("a method such as lw.Full()", lambda v: isinstance(v, Method) and not isinstance(v, type))
         require(self, mean=one_of(MEANS), data=DATA | NONE, refit=method | NONE)
-        require_integer("rounds", self.rounds)
-        require_integer("max_steps", self.max_steps)
+        integer().check("rounds", self.rounds)
+        integer().check("max_steps", self.max_steps)
         POSITIVE.check("tolerance", self.tolerance)
         POSITIVE.check("solver_tolerance", self.solver_tolerance)
 

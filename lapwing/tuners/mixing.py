@@ -23,7 +23,7 @@ from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.predictives.base import log_density
 from lapwing.problem import checked_targets, named_targets
 from lapwing.runtime.memory import fitting, runs
-from lapwing.runtime.settings import DATA, NONE, POSITIVE, POSITIVE_VALUES, Rule, require, require_integer
+from lapwing.runtime.settings import DATA, NONE, POSITIVE, POSITIVE_VALUES, Rule, integer, require
 from lapwing.runtime.threads import warn_caller
 from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import required_data
@@ -726,7 +726,7 @@ class Budget:
         require(self, data=DATA | NONE, others=parts)
         POSITIVE.check("budget", self.budget)
         POSITIVE_VALUES.check("ratios", self.ratios)
-        require_integer("points", self.points)
+        integer().check("points", self.points)
         if self.scales:
             POSITIVE_VALUES.check("scales", self.scales)
         if len(self.scales) not in (0, len(self.others)):

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from lapwing.errors import DataError, NumericalError
 from lapwing.linalg.dense import eigh
 from lapwing.runtime.memory import gathered, refuse_beyond, runs
-from lapwing.runtime.settings import Rule, require_integer, seen
+from lapwing.runtime.settings import Rule, integer, seen
 from lapwing.runtime.threads import normal
 
 
@@ -392,7 +392,7 @@ class FunctionGaussian:
         >>> FunctionGaussian(torch.zeros(2, 1), torch.ones(2, 1, 1)).sample(5).shape
         torch.Size([5, 2, 1])
         """
-        require_integer("n", n)
+        integer().check("n", n)
         shape = self.mean.shape if self.joint else self._outputs_last(self.mean).shape
         size = shape.numel() if self.joint else shape[-1]
         if self.joint:

@@ -323,7 +323,7 @@ def test_priors_that_are_not_positive(method: str) -> None:
 
 
 def test_a_rank_below_one() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match="rank is 0; expected at least 1"):
+    with pytest.raises(lw.errors.UnsupportedError, match="rank is 0; expected an integer of at least 1"):
         lw.LowRank(rank=0)
 
 

@@ -372,7 +372,7 @@ def test_budgets_that_are_refused(name: str, value: Any) -> None:
 
 
 def test_no_samples_are_refused() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match="num_samples is 0; expected at least 1"):
+    with pytest.raises(lw.errors.UnsupportedError, match="num_samples is 0; expected an integer of at least 1"):
         lw.Auto(num_samples=0).choose(500, 10_000)
 
 

@@ -258,7 +258,7 @@ def test_points_of_another_size_are_refused(shape: tuple[int, ...]) -> None:
 
 def test_no_samples_are_refused() -> None:
     approximation: DensityLaplace = laplace_density(banana, [1.0, 1.0])
-    with pytest.raises(lw.errors.UnsupportedError, match="n is 0; expected at least 1"):
+    with pytest.raises(lw.errors.UnsupportedError, match="n is 0; expected an integer of at least 1"):
         approximation.sample(0)
     with pytest.raises(lw.errors.UnsupportedError, match=r"n is 2.5; expected an integer"):
         approximation.sample(2.5)  # type: ignore[arg-type]

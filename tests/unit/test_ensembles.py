@@ -145,7 +145,7 @@ def test_the_folder_is_made(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     run = lambda **settings: lw.train_ensemble(net(), loader(), "classification", **settings)
-    with pytest.raises(lw.errors.UnsupportedError, match="members is 0; expected at least 1"):
+    with pytest.raises(lw.errors.UnsupportedError, match="members is 0; expected an integer of at least 1"):
         run(members=0)
     with pytest.raises(lw.errors.UnsupportedError, match="recipe is 3; expected fixed"):
         run(recipe=3)

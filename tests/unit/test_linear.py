@@ -719,7 +719,7 @@ def test_targets_that_are_refused(make: Any, targets: Any, message: str) -> None
         ({"precision": torch.ones(30)}, r"precision is tensor\(\[1\., "),
         ({"precision": True}, "precision is True; expected a positive number"),
         ({"noise_std": "1"}, "noise_std is '1'; expected a positive number"),
-        ({"num_samples": 0}, "num_samples is 0; expected at least 1"),
+        ({"num_samples": 0}, "num_samples is 0; expected an integer of at least 1"),
         ({"num_samples": 2.5}, r"num_samples is 2\.5; expected an integer"),
         ({"generator": 3}, r"generator is 3; expected torch\.Generator\(\)\.manual_seed"),
         ({"tolerance": "small"}, "tolerance is 'small'; expected a relative residual"),
@@ -736,7 +736,8 @@ def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> No
 def test_questions_that_are_refused() -> None:
     posterior = lw.linear.fit(X, Y, **GIVEN, num_samples=3)
     refused: tuple[tuple[Any, str], ...] = (
-        (4, "4 samples were asked for and 3 are stored; expected at most"), (-1, "n is -1; expected at least 0"),
+        (4, "4 samples were asked for and 3 are stored; expected at most"),
+        (-1, "n is -1; expected an integer of at least 0"),
         (2.5, r"n is 2\.5; expected an integer"),
     )  # fmt: skip
     for n, message in refused:
@@ -748,7 +749,10 @@ def test_questions_that_are_refused() -> None:
                          (operator(X), r"features are a OperatorDesign; expected a tensor \(rows, 30\)")):  # fmt: skip
         with pytest.raises(lw.errors.DataError, match=message):
             posterior.predict(new)
-    for probes, steps, message in ((1, 5, "probes is 1; expected at least 2"), (4, 0, "steps is 0; expected at")):
+    for probes, steps, message in (
+        (1, 5, "probes is 1; expected an integer of at least 2"),
+        (4, 0, "steps is 0; expected an"),
+    ):
         with pytest.raises(lw.errors.UnsupportedError, match=message):
             posterior.log_evidence(probes, steps)
     for name in ("probes", "steps"):

@@ -214,7 +214,7 @@ def test_other_arguments_are_checked() -> None:
     model = net()
     with pytest.raises(lw.errors.UnsupportedError, match="pool is 4; expected at least the 5 weights"):
         subnetworks.greedy(model, DATA, "classification", 5, pool=4)
-    with pytest.raises(lw.errors.UnsupportedError, match="pool is 0; expected at least 1"):
+    with pytest.raises(lw.errors.UnsupportedError, match="pool is 0; expected an integer of at least 1"):
         subnetworks.greedy(model, DATA, "classification", 5, pool=0)
     with pytest.raises(lw.errors.UnsupportedError, match=r"swag is 3; expected lw.baselines.SWAG"):
         subnetworks.by_swag(model, DATA, "classification", 5, swag=3)

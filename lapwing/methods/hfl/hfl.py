@@ -44,7 +44,7 @@ from lapwing.posteriors.base import Linearised, Posterior
 from lapwing.posteriors.draws import jacobian_pieces, outputs_in_pieces
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 from lapwing.runtime.memory import PIECE, gathered, runs
-from lapwing.runtime.settings import DATA, NONE, POSITIVE, Rule, is_data, is_real, one_of, require, require_integer
+from lapwing.runtime.settings import DATA, NONE, POSITIVE, HasSettings, Rule, integer, is_data, is_real, one_of, setting
 from lapwing.runtime.state import SMALLEST, Array, ListOf, Real, State, Text, saved
 from lapwing.runtime.threads import generator_or_default, normal, sequential_normal
 from lapwing.runtime.trace import Trace
@@ -482,6 +482,10 @@ EXACT = 20_000  # largest number of weights for which Newton steps are the defau
 
 HFLPosterior = ResponsePosterior | LinearisedResponse | PushedWeights
 
+ACCEPTED = Rule(
+    "a positive number, or None for the default", lambda v: v is None or (is_real(v) and v > 0)
+)  # infinity accepts every result
+DRIFT = Rule("at least zero; math.inf allows any", lambda v: is_real(v) and v >= 0)
 DTYPE = Rule("torch.float64, torch.float32 or None", lambda v: v is None or v in TOLERANCE)
 PARTS = Rule(
     "inputs, a list of batches of inputs, or None",
@@ -491,7 +495,7 @@ PARTS = Rule(
 
 
 @dataclass(frozen=True)
-class HFL:
+class HFL(HasSettings):
     """Hessian-free Laplace: push the regularised loss a little towards a prediction and measure how far it moves.
 
     The response of a prediction to a push of strength λ is its variance under Laplace with the *full Hessian*. The
@@ -538,19 +542,19 @@ class HFL:
             [0.8165]])
     """
 
-    mode: str = "nonlinear"
-    lam: float | None = None
-    solver: str | None = None
-    tolerance: float | None = None
-    steps: int = 1000
-    learning_rate: float = 1e-3
-    batch_size: int = 128
-    dtype: torch.dtype | None = None
-    drift: float = 1.0
-    variant: str | None = None
-    pushes: int = 32
-    evaluation: Any = field(default=None, repr=False)
-    calibration: Any = field(default=None, repr=False)
+    mode: str = setting("nonlinear", one_of(MODES))
+    lam: float | None = setting(None, POSITIVE | NONE)
+    solver: str | None = setting(None, one_of(SOLVERS) | NONE)
+    tolerance: float | None = setting(None, ACCEPTED)
+    steps: int = setting(1000, integer())
+    learning_rate: float = setting(1e-3, POSITIVE)
+    batch_size: int = setting(128, integer())
+    dtype: torch.dtype | None = setting(None, DTYPE)
+    drift: float = setting(1.0, DRIFT)
+    variant: str | None = setting(None, one_of(VARIANTS) | NONE)
+    pushes: int = setting(32, integer())
+    evaluation: Any = setting(None, PARTS, repr=False)
+    calibration: Any = setting(None, DATA | NONE, repr=False)
     needs_prior: bool = field(default=True, init=False, repr=False)
     conformance: ClassVar[Conformance] = Conformance(
         (
@@ -564,26 +568,11 @@ class HFL:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        require(self, mode=one_of(MODES), variant=one_of(VARIANTS) | NONE, solver=one_of(SOLVERS) | NONE)
-        require(self, dtype=DTYPE, evaluation=PARTS, calibration=DATA | NONE)
-        for name in ("pushes", "steps", "batch_size"):
-            require_integer(name, getattr(self, name))
-        POSITIVE.check("learning_rate", self.learning_rate)
-        if self.lam is not None:
-            POSITIVE.check("lam", self.lam)
-        if not is_real(self.drift) or not self.drift >= 0:
-            raise UnsupportedError(f"drift is {self.drift!r:.80}; expected at least zero; math.inf allows any.")
+        super().__post_init__()
         if self.mode != "pretrained" and self.calibration is not None:
             raise UnsupportedError(
                 f"calibration data for the mode {self.mode!r}, whose variances have their scale; leave them out, or "
                 "use HFL(mode='pretrained')."
-            )
-        self._check_tolerance()
-
-    def _check_tolerance(self) -> None:
-        if self.tolerance is not None and not (is_real(self.tolerance) and self.tolerance > 0):
-            raise UnsupportedError(
-                f"tolerance is {self.tolerance!r:.80}; expected a positive number, or None for the default."
             )
         if self.mode == "linearised" and self.tolerance is not None and self.tolerance >= 1:
             raise UnsupportedError(

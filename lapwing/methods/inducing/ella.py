@@ -20,12 +20,12 @@ from lapwing.methods.inducing.points import Anchors, BoundedCurvature, Placement
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import Problem, Statistics
-from lapwing.runtime.settings import FLAG, require_integer
+from lapwing.runtime.settings import FLAG, HasSettings, integer, setting
 from lapwing.runtime.threads import independent_generator
 
 
 @dataclass(frozen=True)
-class ELLA:
+class ELLA(HasSettings):
     r"""Linearised Laplace approximation within the ``rank`` leading directions of the tangent kernel at landmarks.
 
     A landmark is a training input with one of its outputs, drawn at random. The directions are the leading
@@ -55,9 +55,9 @@ class ELLA:
     torch.Size([20, 1, 1])
     """
 
-    num_landmarks: int = 2000
-    rank: int = 20
-    residual: bool = False
+    num_landmarks: int = setting(2000, integer())
+    rank: int = setting(20, integer())
+    residual: bool = setting(False, FLAG)
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (
@@ -66,11 +66,6 @@ class ELLA:
         ),
         small=lambda model: {"": ELLA(num_landmarks=6, rank=3)},
     )
-
-    def __post_init__(self) -> None:
-        for name in ("num_landmarks", "rank"):
-            require_integer(name, getattr(self, name))
-        FLAG.check("residual", self.residual)
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         """Return the posterior; ``lw.fit`` calls this.

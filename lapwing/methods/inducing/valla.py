@@ -19,16 +19,17 @@ from lapwing.methods.inducing.points import STARTS, InducingPoints, Placement
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.base import starting_precisions
 from lapwing.problem import Problem, summed_loss
-from lapwing.runtime.settings import NONE, POSITIVE, is_real, one_of, require, require_integer
+from lapwing.runtime.settings import NONE, POSITIVE, HasSettings, Rule, integer, is_real, one_of, setting
 from lapwing.runtime.threads import independent_generator
 from lapwing.runtime.trace import Trace
 
 TRIAL = 5  # steps that are timed
+SHARE = Rule("a number between 0 and 1", lambda v: is_real(v) and 0 <= v <= 1)
 FEW_ROWS, FEW_BYTES = 20_000, 2**30  # outputs of all data, and bytes of their layer factors, up to which L-BFGS is used
 
 
 @dataclass(frozen=True)
-class VaLLA:
+class VaLLA(HasSettings):
     r"""Linearised Laplace approximation with ``num_inducing`` inducing points at learned inputs.
 
     An inducing point is one output of the network at one input. The mean of the posterior stays the network's output;
@@ -71,15 +72,15 @@ class VaLLA:
     torch.Size([20, 1, 1])
     """
 
-    num_inducing: int = 100
-    alpha: float = 0.0
-    start: str | None = None
-    optimiser: str | None = None
-    steps: int | None = None
-    learning_rate: float = 0.01
-    batch_size: int = 100
-    patience: int = 5
-    candidates: int = 1000
+    num_inducing: int = setting(100, integer())
+    alpha: float = setting(0.0, SHARE)
+    start: str | None = setting(None, one_of(STARTS) | NONE)
+    optimiser: str | None = setting(None, one_of(STEPS) | NONE)
+    steps: int | None = setting(None, integer() | NONE)
+    learning_rate: float = setting(0.01, POSITIVE)
+    batch_size: int = setting(100, integer())
+    patience: int = setting(5, integer())
+    candidates: int = setting(1000, integer())
     validation: Data | None = field(default=None, init=False, repr=False, compare=False)  # those of fit
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
@@ -88,14 +89,7 @@ class VaLLA:
     )
 
     def __post_init__(self) -> None:
-        for name in ("num_inducing", "batch_size", "patience", "candidates"):
-            require_integer(name, getattr(self, name))
-        if self.steps is not None:
-            require_integer("steps", self.steps)
-        POSITIVE.check("learning_rate", self.learning_rate)
-        if not is_real(self.alpha) or not 0 <= self.alpha <= 1:
-            raise UnsupportedError(f"alpha is {self.alpha!r:.80}; expected a number between 0 and 1.")
-        require(self, start=one_of(STARTS) | NONE, optimiser=one_of(STEPS) | NONE)
+        super().__post_init__()
         if self.alpha > 0 and self.optimiser in ("lbfgs", "none"):
             raise UnsupportedError(
                 f'optimiser is "{self.optimiser}" and alpha is {self.alpha}; the collapsed bound belongs to alpha=0; '

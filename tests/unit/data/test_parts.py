@@ -44,7 +44,8 @@ def test_an_epoch_has_an_order_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"shuffle": 1}, "shuffle is 1"), ({"seed": -1}, "seed is -1; expected at least 0")]
+    ("settings", "message"),
+    [({"shuffle": 1}, "shuffle is 1"), ({"seed": -1}, "seed is -1; expected an integer of at least 0")],
 )
 def test_wrong_settings_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):

@@ -134,5 +134,5 @@ def test_refusals() -> None:
         classifier().acquire(x, 4, by="bald")
     with pytest.raises(lw.LapwingError, match="by is 'best'; expected one of batch, bald, variance"):
         classifier().acquire(x, 1, by="best")
-    with pytest.raises(lw.LapwingError, match="n is 0; expected at least 1"):
+    with pytest.raises(lw.LapwingError, match="n is 0; expected an integer of at least 1"):
         classifier().acquire(x, 0)

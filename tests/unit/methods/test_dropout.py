@@ -229,7 +229,7 @@ def test_a_network_without_dropout(p: float | None) -> None:
 
 @pytest.mark.parametrize("samples", [0, 1])
 def test_too_few_samples(samples: int) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=f"samples is {samples}; expected at least 2"):
+    with pytest.raises(lw.errors.UnsupportedError, match=f"samples is {samples}; expected an integer of at least 2"):
         lw.baselines.MCDropout(samples=samples)
 
 

@@ -233,10 +233,10 @@ def test_the_prior_is_learned_where_none_is_given() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_landmarks": 0}, "num_landmarks is 0; expected at least 1"),
-        ({"num_landmarks": -3}, "num_landmarks is -3; expected at least 1"),
+        ({"num_landmarks": 0}, "num_landmarks is 0; expected an integer of at least 1"),
+        ({"num_landmarks": -3}, "num_landmarks is -3; expected an integer of at least 1"),
         ({"num_landmarks": None}, "num_landmarks is None; expected an integer"),
-        ({"rank": 0}, "rank is 0; expected at least 1"),
+        ({"rank": 0}, "rank is 0; expected an integer of at least 1"),
         ({"rank": 2.5}, "rank is 2.5; expected an integer"),
         ({"residual": "no"}, "residual is 'no'; expected True or False"),
     ],

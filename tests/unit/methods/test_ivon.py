@@ -176,8 +176,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "beta1": ({"beta1": 1.0}, r"beta1 is 1\.0; expected a number of at least 0 and below 1"),
     "beta2": ({"beta2": -0.1}, r"beta2 is -0\.1; expected a number of at least 0 and below 1, or None"),
     "decay": ({"weight_decay": -1.0}, r"weight_decay is -1\.0; expected a positive, finite number, or None"),
-    "samples": ({"samples": 1}, "samples is 1; expected at least 2"),
-    "epochs": ({"epochs": 0}, "epochs is 0; expected at least 1"),
+    "samples": ({"samples": 1}, "samples is 1; expected an integer of at least 2"),
+    "epochs": ({"epochs": 0}, "epochs is 0; expected an integer of at least 1"),
 }
 
 

@@ -276,7 +276,7 @@ def test_samples_that_are_not_there() -> None:
         posterior.weight_samples(4)
     with pytest.raises(lw.errors.UnsupportedError, match=message):
         posterior.function_samples(p.case.batch(2), 4)
-    with pytest.raises(lw.errors.UnsupportedError, match="n is -1; expected at least 1"):
+    with pytest.raises(lw.errors.UnsupportedError, match="n is -1; expected an integer of at least 1"):
         posterior.weight_samples(-1)
 
 
@@ -429,10 +429,10 @@ def test_order_does_not_matter_to_samples(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_samples": 0}, "num_samples is 0; expected at least 1"),
+        ({"num_samples": 0}, "num_samples is 0; expected an integer of at least 1"),
         ({"solver": "lu"}, "solver is 'lu'; expected one of krylov, cg"),
-        ({"probes": 1}, "probes is 1; expected at least 2"),
-        ({"steps": 0}, "steps is 0; expected at least 1"),
+        ({"probes": 1}, "probes is 1; expected an integer of at least 2"),
+        ({"steps": 0}, "steps is 0; expected an integer of at least 1"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -700,7 +700,7 @@ def test_tolerances_lie_between_zero_and_one(value: Any) -> None:
 
 @pytest.mark.parametrize("width", [0, -3])
 def test_widths_are_positive(width: int) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=f"width is {width}; expected at least 1"):
+    with pytest.raises(lw.errors.UnsupportedError, match=f"width is {width}; expected an integer of at least 1"):
         lw.Sampled(width=width)
 
 
@@ -844,8 +844,8 @@ def test_data_noise_is_kept_only_where_it_is_needed() -> None:
     [
         ({"solver": "adam"}, "solver is 'adam'; expected one of krylov, cg, sgd, sdd"),
         ({"objective": "plain"}, "objective is 'plain'; expected one of reduced, classic"),
-        ({"batch": 0}, "batch is 0; expected at least 1"),
-        ({"epochs": 0}, "epochs is 0; expected at least 1"),
+        ({"batch": 0}, "batch is 0; expected an integer of at least 1"),
+        ({"epochs": 0}, "epochs is 0; expected an integer of at least 1"),
     ],
 )
 def test_sampled_solvers_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:

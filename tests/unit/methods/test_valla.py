@@ -114,11 +114,11 @@ def test_the_methods_name() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_inducing": 0}, "num_inducing is 0; expected at least 1"),
-        ({"steps": 0}, "steps is 0; expected at least 1"),
-        ({"batch_size": 0}, "batch_size is 0; expected at least 1"),
-        ({"patience": 0}, "patience is 0; expected at least 1"),
-        ({"candidates": 0}, "candidates is 0; expected at least 1"),
+        ({"num_inducing": 0}, "num_inducing is 0; expected an integer of at least 1"),
+        ({"steps": 0}, "steps is 0; expected an integer of at least 1"),
+        ({"batch_size": 0}, "batch_size is 0; expected an integer of at least 1"),
+        ({"patience": 0}, "patience is 0; expected an integer of at least 1"),
+        ({"candidates": 0}, "candidates is 0; expected an integer of at least 1"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0; expected a positive, finite number"),
         ({"learning_rate": math.nan}, "learning_rate is nan; expected a positive, finite number"),
         ({"alpha": -0.1}, "alpha is -0.1; expected a number between 0 and 1"),

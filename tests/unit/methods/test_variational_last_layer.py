@@ -252,10 +252,10 @@ def test_float32() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "odd": ({"samples": 3}, "samples is 3; expected an even number"),
-    "none": ({"samples": 0}, "samples is 0; expected at least 2"),
+    "none": ({"samples": 0}, "samples is 0; expected an integer of at least 2"),
     "tolerance": ({"tolerance": float("nan")}, "tolerance is nan; expected a positive, finite number"),
-    "steps": ({"max_steps": 0}, "max_steps is 0; expected at least 1"),
-    "seed": ({"seed": -1}, "seed is -1; expected at least 0"),
+    "steps": ({"max_steps": 0}, "max_steps is 0; expected an integer of at least 1"),
+    "seed": ({"seed": -1}, "seed is -1; expected an integer of at least 0"),
 }
 
 

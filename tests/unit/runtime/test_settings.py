@@ -14,26 +14,28 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.runtime.settings import FLAG, POSITIVE, is_real, require_integer
+from lapwing.runtime.settings import FLAG, POSITIVE, integer, is_real
 
 
 @pytest.mark.parametrize("value", [3, 2**70, torch.Size([3])[0]])
 def test_integers(value: Any) -> None:
-    require_integer("count", value)
-    require_integer("count", value, least=3)
+    integer().check("count", value)
+    integer(3).check("count", value)
 
 
 @pytest.mark.parametrize("value", [True, 3.0, 10.5, "10", None, math.nan, torch.tensor(3)])
 def test_other_than_integers(value: Any) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=re.escape(f"count is {value!r}; expected an integer.")):
-        require_integer("count", value)
+    with pytest.raises(
+        lw.errors.UnsupportedError, match=re.escape(f"count is {value!r}; expected an integer of at least 1.")
+    ):
+        integer().check("count", value)
 
 
 def test_integers_below_the_least() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=r"count is 0; expected at least 1\."):
-        require_integer("count", 0)
-    with pytest.raises(lw.errors.UnsupportedError, match=r"count is 1; expected at least 2\."):
-        require_integer("count", 1, least=2)
+    with pytest.raises(lw.errors.UnsupportedError, match=r"count is 0; expected an integer of at least 1\."):
+        integer().check("count", 0)
+    with pytest.raises(lw.errors.UnsupportedError, match=r"count is 1; expected an integer of at least 2\."):
+        integer(2).check("count", 1)
 
 
 @pytest.mark.parametrize("value", [1, 0.5, 1e-300, Fraction(1, 3)])

@@ -24,8 +24,8 @@ D = torch.float64
     [
         ({"epochs": 0}, "epochs is 0"),
         ({"epochs": -2}, "epochs is -2"),
-        ({"frequency": 0}, "frequency is 0; expected at least 1"),
-        ({"burn_in": -1}, "burn_in is -1; expected at least 0"),
+        ({"frequency": 0}, "frequency is 0; expected an integer of at least 1"),
+        ({"burn_in": -1}, "burn_in is -1; expected an integer of at least 0"),
         ({"optimiser": "rmsprop"}, "optimiser is 'rmsprop'; expected one of adam, sgd, lbfgs"),
         ({"rate": 0.0}, "rate is 0.0"),
         ({"rate": -1e-3}, "rate is -0.001"),

@@ -433,7 +433,7 @@ def test_a_model_that_moved_on_is_refused() -> None:
 def test_bad_input() -> None:
     posterior, _, _, data = fitted(BY_NAME["mlp"], "gaussian", "isotropic")
     for block in (0, -3):
-        with pytest.raises(lw.errors.UnsupportedError, match=f"block is {block}; expected at least 1"):
+        with pytest.raises(lw.errors.UnsupportedError, match=f"block is {block}; expected an integer of at least 1"):
             lw.tuners.evidence_bound(posterior, data, block=block)
         with pytest.raises(lw.errors.UnsupportedError, match=f"block is {block}"):
             lw.tuners.MaximiseBound(data, block=block)

@@ -743,7 +743,7 @@ def test_cross_validation_of_a_metric_of_ones_own() -> None:
 
 @pytest.mark.parametrize("folds", [1, 0, -2])
 def test_less_than_two_folds_are_refused(folds: int) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=rf"folds is {folds}; expected at least 2"):
+    with pytest.raises(lw.errors.UnsupportedError, match=rf"folds is {folds}; expected an integer of at least 2"):
         lw.tuners.CrossValidated(HELD_OUT, folds=folds)
 
 
