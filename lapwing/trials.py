@@ -15,7 +15,7 @@ from lapwing.data.inputs import Inputs
 from lapwing.errors import LapwingError
 from lapwing.linalg.dense import eigh
 from lapwing.methods.base import HasCost, HasTrial, Method
-from lapwing.methods.cost import NUMBER, Cost, Work, Workload
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.network import plain_passes, trained_names
 from lapwing.problem import Problem
 from lapwing.values.gaussian import FunctionGaussian
@@ -34,16 +34,14 @@ LARGEST = 3072  # rows of the matrix that is decomposed on a GPU, where small on
 class Speeds:
     """Seconds of plain passes over the batch, and of one multiplication of each kind of work."""
 
-    forward: float  # the batch
-    training: float  # the batch
-    product: float
-    double: float
-    cube: float
+    forward: float
+    training: float
+    each: Work  # seconds in place of multiplications
 
     def seconds(self, work: Work) -> float:
         """Return the time that the work takes at these speeds."""
-        plain = work.products + NUMBER * work.numbers
-        return self.product * plain + self.double * work.doubles + self.cube * work.cubes
+        each = self.each
+        return each.passes * work.passes + each.products * work.products + each.cubes * work.cubes
 
 
 @dataclass(frozen=True)
@@ -79,14 +77,12 @@ class Trials:
             torch.eye(rows, dtype=torch.float64, device=network.device) + 1
             for rows in (SQUARE, decomposed_rows(workload))
         )
-        speeds = Speeds(
-            forward,
-            training,
-            training / (count * (workload.training.products + NUMBER * workload.training.numbers)),
+        each = Work(
+            training / (count * workload.training),
             time_of(lambda: square @ square) / SQUARE**3,
             time_of(lambda: eigh(decomposed)) / len(decomposed) ** 3,
         )
-        return cls(problem, inputs, targets, workload, speeds)
+        return cls(problem, inputs, targets, workload, Speeds(forward, training, each))
 
     @property
     def count(self) -> int:

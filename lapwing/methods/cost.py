@@ -1,15 +1,22 @@
-"""What a method takes: work and memory, computed from the sizes of a network and its data before anything is fitted."""
+"""What a method takes, before anything is fitted: multiplications and bytes.
+
+The passes of the network are counted once, on one batch. The rest follows from the sizes of its blocks, the number of
+data and outputs, and one formula for each method.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from lapwing.curvature.blocks import decomposition_work, factor_numbers, most_rows
+from lapwing.curvature.blocks import most_rows
 from lapwing.curvature.sweep import MANY
 from lapwing.data.inputs import Inputs, tensors_in
 from lapwing.networks.dense_jacobian import LookupJacobian
@@ -19,115 +26,96 @@ from lapwing.networks.linear_jacobian import NEAR
 from lapwing.networks.network import Network, plain_passes, trained_names
 from lapwing.posteriors.draws import MANY as MANY_PREDICTED
 from lapwing.posteriors.draws import SAMPLES
-from lapwing.runtime.memory import OperationCount, budget
+from lapwing.runtime.memory import budget
 from lapwing.tangent import CACHE
 
-# The time of other work over that of one multiplication in a plain pass, chosen with ``benchmarks.estimates``.
-DOUBLE = 2.0  # a multiplication in float64
-NUMBER = 16.0  # writing one number, where an operation does little else
-CUBE = 7.0  # one for the cube of the size of a matrix whose eigenvectors are computed
+CUBE = 7.0  # multiplications for one in the cube of the size of a matrix whose eigenvectors are computed
 HALVES = 0.625  # share of the multiplications of a Gram matrix that is computed by halves
+NUMBER = 16  # multiplications in the time of writing one number, where an operation does little else
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work by its kind, in numbers of operations. Each kind has its own speed."""
+    """Multiplications by their kind. Each kind has its own speed."""
 
-    products: float = 0.0  # multiplications in matrix products and convolutions, in the dtype of the network
-    doubles: float = 0.0  # the same in float64
-    numbers: float = 0.0  # numbers that are written by other operations
-    cubes: float = 0.0  # cubes of the sizes of matrices that are decomposed
+    passes: float = 0.0  # in passes of the network and in products with its Jacobian
+    products: float = 0.0  # in other matrix products, most of them in float64
+    cubes: float = 0.0  # cubes of the sizes of matrices that are factorised
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Work(self.passes + other.passes, self.products + other.products, self.cubes + other.cubes)
 
     def __mul__(self, times: float) -> Work:
-        return Work(*(getattr(self, f.name) * times for f in fields(self)))
+        return Work(times * self.passes, times * self.products, times * self.cubes)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, by: float) -> Work:
-        return self * (1 / by)
+    @property
+    def multiplications(self) -> float:
+        """The multiplications without those of factorisations."""
+        return self.passes + self.products
 
     @property
     def total(self) -> float:
-        """The work in multiplications of a plain pass that take the same time."""
-        return self.products + DOUBLE * self.doubles + NUMBER * self.numbers + CUBE * self.cubes
-
-    @property
-    def multiplications(self) -> float:
-        """The multiplications alone, without numbers that are written and decompositions."""
-        return self.products + self.doubles
-
-    @property
-    def in_double(self) -> Work:
-        """The same work with all its products in float64."""
-        return replace(self, products=0.0, doubles=self.multiplications, numbers=2 * self.numbers)
+        """All multiplications, as if they were equally fast."""
+        return self.multiplications + CUBE * self.cubes
 
 
 NOTHING = Work()
 
 
-def summed(parts: Iterable[Work]) -> Work:
-    """Return the sum of the parts."""
-    return sum(parts, NOTHING)
+class MultiplicationCount(TorchDispatchMode):
+    """Counts the multiplications in products and convolutions inside a ``with`` block, those of backward passes too.
+
+    PyTorch's FlopCounterMode has the same formulas, but also adds hooks to the modules and graphs of other threads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.products += formula(*args, **(kwargs or {}), out_val=result) // 2  # it counts additions too
+        return result
+
+
+def multiplications(call: Callable[[], object]) -> int:
+    """Return the number of multiplications in a call."""
+    with MultiplicationCount() as count:
+        call()
+    return count.products
 
 
 @dataclass(frozen=True)
 class FactorWork:
-    """The sizes of one Kronecker factor of a linear map, and of its groups together."""
+    """What one Kronecker factor of a linear map takes."""
 
-    side: str
-    size: int
-    rows: int  # at most its rank
-    summed: int  # outer products that its sum takes
-    groups: int = 1
+    nbytes: int  # sums are float64, rows have the network's dtype
+    directions: int  # parts of its eigenbasis: those of the rows, and one for the rest
+    basis: int = 0  # numbers of the eigenbasis; the axes of a diagonal have none
+    cubes: float = 0.0
+    sums: float = 0.0  # multiplications to sum it over all data
+    rotation: int = 0  # multiplications to rotate one vector into the eigenbasis
+    note: str = ""
 
-    def is_rows(self, limit: int) -> bool:
-        """Return whether it is kept as its rows, with this ``factor_limit``."""
-        return self.rows <= most_rows(self.size, limit)
-
-    def is_diagonal(self, limit: int) -> bool:
-        """Return whether it is a diagonal, with this ``factor_limit``."""
-        return not self.is_rows(limit) and self.size > limit
-
-    def numbers(self, limit: int) -> int:
-        """Return how many numbers it has."""
-        return self.groups * factor_numbers(self.size, self.rows, limit)
-
-    def nbytes(self, limit: int, itemsize: int) -> int:
-        """Return its bytes: sums are float64, rows have the network's dtype."""
-        return self.numbers(limit) * (itemsize if self.is_rows(limit) else 8)
-
-    def directions(self, limit: int) -> int:
-        """Return the parts of its eigenbasis: those of the rows, and one for the rest."""
-        return self.rows + 1 if self.is_rows(limit) else self.size
-
-    def basis(self, limit: int) -> int:
-        """Return the numbers of its eigenbasis; the axes of a diagonal have none."""
-        return 0 if self.is_diagonal(limit) else self.numbers(limit)
-
-    def decomposition(self, limit: int) -> Work:
-        """Return the work to decompose it."""
-        return Work(cubes=self.groups * decomposition_work(self.size, self.rows, limit))
-
-    def sums(self, limit: int, share: float) -> Work:
-        """Return the work to sum it over all data; ``share`` is that of its entries that are computed."""
-        entries = self.groups * self.summed * self.size
-        is_matrix = not self.is_rows(limit) and self.size <= limit
-        return Work(share * entries * self.size if is_matrix else 0, numbers=entries)
-
-    def turned(self, limit: int, vectors: int) -> Work:
-        """Return the work to turn so many vectors into its eigenbasis."""
-        if self.is_diagonal(limit):
-            return NOTHING
-        each = 2 * self.rows if self.is_rows(limit) else self.size  # there, and back for the rest
-        return self.groups * vectors * self.size * Work(each, numbers=1)
+    @classmethod
+    def of(cls, side: str, size: int, rows: int, summed: float, limit: int, itemsize: int) -> FactorWork:
+        """Return the work for a factor of at most so many rows, the sum of ``summed`` outer products."""
+        if rows <= most_rows(size, limit):
+            numbers = rows * size
+            return cls(itemsize * numbers, rows + 1, numbers, rows**3 + 0.4 * rows**2 * size, 0.0, 2 * numbers)
+        if size <= limit:
+            return cls(8 * size**2, size, size**2, float(size) ** 3, summed * size**2, size**2)
+        return cls(8 * size, size, note=f"{side} factor diagonal: {size:,} > {limit:,}")
 
 
 @dataclass(frozen=True)
 class BlockWork:
-    """The sizes of one block of parameters, and its work for one datum and some seeds of backward passes."""
+    """The sizes of one block of parameters, and its multiplications for one datum and some seeds of backward passes."""
 
     size: int
     positions: int = 1  # T: pixels, tokens or time steps that share the weight
@@ -152,101 +140,80 @@ class BlockWork:
         groups, d_out, d_in = self.form or (1, self.size, 0)
         return (0 if self.lookup else self.positions * groups * d_in), self.positions * groups * d_out
 
-    def factors(self, data: int, seeds: int) -> Iterator[FactorWork]:
-        """Yield the Kronecker factors that are no diagonal of counts."""
-        if self.form is not None:
-            groups, d_out, d_in = self.form
-            uses = data * self.positions
-            if not self.lookup:
-                yield FactorWork("input", d_in, uses, uses, groups)
-            rows, sums = (uses * d_out, uses) if self.closed else (uses * seeds, uses * seeds)
-            yield FactorWork("output", d_out, rows, sums, groups)
-
     @property
     def gradient(self) -> int:
         """Numbers kept of the gradient of one output: the two factors of a linear map, or the row itself if shared."""
-        if self.form is None or self.shared:
-            return self.size
-        return sum(self.ends)
+        return self.size if self.form is None or self.shared else sum(self.ends)
+
+    def as_rows(self, seeds: int) -> bool:
+        """Return whether its Jacobian is kept as rows of all entries; otherwise as the two ends of the linear map."""
+        return self.form is None or (self.shared and self.positions > seeds)
 
     def formed(self, seeds: int) -> int:
         """Return the numbers kept of the gradients of all seeds for repeated products."""
-        if self.form is None or (self.shared and self.positions > seeds):
-            return seeds * self.size
-        inp, out = self.ends
-        return inp + seeds * out
+        return seeds * self.size if self.as_rows(seeds) else self.ends[0] + seeds * self.ends[1]
 
-    def whole(self, seeds: int) -> Work:
-        """Return the work to form the gradients of all seeds."""
-        return Work(seeds * self.product if self.shared else 0, numbers=seeds * self.size)
+    def products(self, seeds: int) -> int:
+        """Return the multiplications of Jᵀ J v for one vector v, from gradients that are kept."""
+        return 2 * (seeds * self.size if self.as_rows(seeds) else self.product + seeds * self.ends[1])
 
-    def squares(self, seeds: int) -> Work:
-        """Return the work to sum the squared gradients of all seeds."""
-        if self.closed:
-            return Work(self.product, numbers=self.ends[1])
-        if self.shared:
-            return self.whole(seeds) + Work(numbers=seeds * self.size)
-        if self.form is None or self.lookup:
-            return Work(numbers=seeds * (self.size if self.form is None else self.ends[1]))
-        return Work(self.size, numbers=seeds * self.ends[1])
+    def along(self, outputs: int) -> int:
+        """Return the multiplications of J v for one vector v, from gradients as they are computed."""
+        return outputs * self.size if self.form is None else self.product + outputs * self.ends[1]
 
-    def quadratic(self, outputs: int) -> Work:
-        """Return the work of J D Jᵀ for all outputs of one datum, with a diagonal D."""
+    def whole(self, seeds: int) -> int:
+        """Return the multiplications that form the gradients of all seeds."""
+        return seeds * self.product if self.shared else 0
+
+    def squares(self, seeds: int) -> int:
+        """Return the multiplications that sum the squared gradients of all seeds."""
+        if self.shared and not self.closed:
+            return self.whole(seeds)
+        return self.product
+
+    def quadratic(self, outputs: int) -> int:
+        """Return the multiplications of J D Jᵀ for all outputs of one datum, with a diagonal D."""
         if self.shared or self.form is None:
-            form = Work(outputs**2 * self.size, numbers=outputs * self.size)
-            return form + (self.whole(outputs) if self.shared else NOTHING)
-        _, out = self.ends
-        return Work((0 if self.lookup else self.size) + outputs**2 * out, numbers=outputs * out)
-
-    def along(self, outputs: int) -> Work:
-        """Return the work of J v for one vector v, from gradients as they are computed."""
-        return Work(outputs * self.size if self.form is None else self.product + outputs * self.ends[1])
-
-    def products(self, seeds: int) -> Work:
-        """Return the work of Jᵀ J v for one vector v, from gradients that are kept."""
-        if self.form is None or (self.shared and self.positions > seeds):
-            return Work(2 * seeds * self.size)
-        return Work(2 * (self.product + seeds * self.ends[1]))
+            return outputs**2 * self.size + self.whole(outputs)
+        return self.product + outputs**2 * self.ends[1]
 
 
 @dataclass(frozen=True)
 class KroneckerWork:
-    """The Kronecker factors of all linear maps of a workload, and the blocks that are none."""
+    """What the Kronecker factors of all linear maps take, and the blocks that are no linear map."""
 
     workload: Workload
     full_limit: int  # entries up to which a block that is no linear map is a matrix
     factor_limit: int  # size up to which a factor is a matrix
 
     @cached_property
-    def factors(self) -> list[FactorWork]:
-        """The factors that are no diagonal of counts."""
-        work = self.workload
-        return [factor for block in work.blocks for factor in block.factors(work.data, work.seeds)]
-
-    @property
-    def numbers(self) -> int:
-        """Numbers in all factors; a table has counts on the side of its rows."""
-        counts = sum(block.form[2] for block in self.workload.blocks if block.form is not None and block.lookup)
-        return counts + sum(factor.numbers(self.factor_limit) for factor in self.factors)
+    def factors(self) -> list[tuple[BlockWork, int, FactorWork, FactorWork]]:
+        """The linear maps with their numbers of groups, and the factors of inputs and outputs of a group."""
+        work, factors = self.workload, []
+        kept = self.factor_limit, work.itemsize
+        for block in work.blocks:
+            if block.form is not None:
+                groups, d_out, d_in = block.form
+                uses, seeds = work.data * block.positions, 1 if block.closed else work.seeds
+                counts = FactorWork(8 * d_in, d_in)  # of the rows of a table
+                inp = counts if block.lookup else FactorWork.of("input", d_in, uses, HALVES * uses, *kept)
+                rows = uses * (d_out if block.closed else seeds)
+                # Only half of a matrix is summed, except over positions that lie apart in memory.
+                summed = (1.0 if block.shared else HALVES) * uses * seeds
+                factors.append((block, groups, inp, FactorWork.of("output", d_out, rows, summed, *kept)))
+        return factors
 
     @property
     def nbytes(self) -> int:
         """Bytes of all factors, and of the blocks that are no linear map."""
-        counts = sum(block.form[2] for block in self.workload.blocks if block.form is not None and block.lookup)
-        each = (factor.nbytes(self.factor_limit, self.workload.itemsize) for factor in self.factors)
-        return 8 * counts + sum(each) + self._other_bytes
+        return sum(groups * (inp.nbytes + out.nbytes) for _, groups, inp, out in self.factors) + self._other_bytes
 
     @property
     def basis_bytes(self) -> int:
         """Bytes of the eigenbases and of one eigenvalue for each pair of directions, and of the other blocks."""
-        numbers = sum(factor.basis(self.factor_limit) for factor in self.factors)
-        for block in self.workload.blocks:
-            if block.form is not None:
-                sides = [
-                    f.directions(self.factor_limit) for f in block.factors(self.workload.data, self.workload.seeds)
-                ]
-                inp, out = (block.form[2], *sides) if block.lookup else sides
-                numbers += block.form[0] * inp * out
+        numbers = sum(
+            groups * (inp.basis + out.basis + inp.directions * out.directions) for _, groups, inp, out in self.factors
+        )
         return self.workload.itemsize * numbers + self._other_bytes
 
     @property
@@ -260,44 +227,38 @@ class KroneckerWork:
         return sum(8 * size**2 if size <= self.full_limit else item * size for size in self._others)
 
     @property
-    def sums(self) -> Work:
-        """Work to sum all factors and the other blocks, for one datum."""
-        data, seeds = self.workload.data, self.workload.seeds
-        # Only half of a matrix is summed, except over positions that lie apart in memory.
-        factors = [
-            factor.sums(self.factor_limit, 1.0 if block.shared and factor.side == "output" else HALVES)
-            for block in self.workload.blocks
-            for factor in block.factors(data, seeds)
-        ]
+    def sums(self) -> float:
+        """Multiplications that sum all factors and the other blocks, for one datum."""
+        factors = sum(groups * (inp.sums + out.sums) for _, groups, inp, out in self.factors)
         full = sum(size**2 for size in self._others if size <= self.full_limit)
-        return summed(factors) / data + seeds * Work(doubles=full, numbers=sum(self._others))
+        return factors / self.workload.data + self.workload.seeds * full
 
     @property
-    def decompositions(self) -> Work:
-        """Work to decompose all factors and full blocks."""
+    def cubes(self) -> float:
+        """Cubes of the sizes of all factors and full blocks, which are decomposed."""
         others = sum(size**3 for size in self._others if size <= self.full_limit) / 3
-        return summed(factor.decomposition(self.factor_limit) for factor in self.factors) + Work(cubes=others)
+        return sum(groups * (inp.cubes + out.cubes) for _, groups, inp, out in self.factors) + others
 
-    def rotated(self, seeds: int, closed: bool = False) -> Work:
-        """Return the work to turn the gradients of a datum into the eigenbases; ``closed`` takes closed forms."""
-        total = Work()
-        for block in self.workload.blocks:
-            for factor in block.factors(self.workload.data, self.workload.seeds):
-                each = 1 if factor.side == "input" or (closed and block.closed) else seeds
-                total += factor.turned(self.factor_limit, each * block.positions)
-        return total
+    def rotated(self, seeds: int, closed: bool = False) -> int:
+        """Return the multiplications that rotate the gradients of a datum into the eigenbases.
+
+        ``closed`` takes the closed form of the last layer.
+        """
+        return sum(
+            groups * block.positions * (inp.rotation + (1 if closed and block.closed else seeds) * out.rotation)
+            for block, groups, inp, out in self.factors
+        )
 
     @property
-    def draws(self) -> Work:
-        """Work of the weights that predictions of many outputs draw once."""
-        sides = sum(block.size * sum(block.form[1:]) for block in self.workload.blocks if block.form is not None)
-        return self.workload.draws + self.workload.pairs * Work(sides)
+    def once(self) -> Work:
+        """The decompositions, and the weights that predictions of many outputs draw once."""
+        draws = sum(block.size * (block.form[1] + block.form[2]) for block in self.workload.blocks if block.form)
+        return Work(self.workload.pairs * draws, cubes=self.cubes)
 
     @property
     def note(self) -> str:
         """The factors that would be a diagonal; empty if none."""
-        wide = [factor for factor in self.factors if factor.is_diagonal(self.factor_limit)]
-        listed = list(dict.fromkeys(f"{f.side} factor diagonal: {f.size:,} > {self.factor_limit:,}" for f in wide))
+        listed = list(dict.fromkeys(side.note for _, _, *sides in self.factors for side in sides if side.note))
         return "; ".join(listed[:3]) + (f"; and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
@@ -313,12 +274,11 @@ def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Wo
     count, model = network.count(inputs), network.replica
     chosen, trained = network.selection.names, trained_names(network.model)
     with plain_passes(network, inputs, chosen) as plain:
-        forward, to_chosen = _counted(plain.forward) / count, _counted(plain.training) / count
-    training = to_chosen
+        forward, to_chosen = multiplications(plain.forward) / count, multiplications(plain.training) / count
+    passed, training = max(forward, sum(block.product for block in blocks)), to_chosen  # fused layers hide products
     if set(trained) != set(chosen) and trained:
         with plain_passes(network, inputs, trained) as plain:
-            training = _counted(plain.training) / count
-    products = max(forward.products, sum(block.product for block in blocks))  # fused layers hide their products
+            training = multiplications(plain.training) / count
     biases = sum(work.ends[1] for work, block in zip(blocks, network.layout, strict=True) if block.bias is not None)
     gradients = sum(block.product for block in blocks) - biases  # of biases without a product
     return Workload(
@@ -328,12 +288,9 @@ def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Wo
         output_shape=network.output_shape,
         input_size=sum(t.numel() for t in tensors_in(inputs)) // count,
         data=count if data is None else data,
-        forward=Work(products, numbers=forward.numbers),
-        backward=Work(
-            max(0.0, to_chosen.products - forward.products - gradients),
-            numbers=max(0.0, to_chosen.numbers - forward.numbers),
-        ),
-        training=Work(max(training.products, products), numbers=max(1.0, training.numbers)),
+        forward=passed,
+        backward=max(0.0, to_chosen - forward - gradients),
+        training=max(training, passed, 1.0),
         footprint=network.footprint,
         dtype=network.dtype,
         device=network.device,
@@ -351,16 +308,12 @@ def _block_work(block: Block, jacobian: BlockJacobian, head: str) -> BlockWork:
     return BlockWork(block.size, jacobian.positions, form, block.weight == head, lookup)
 
 
-def _counted(call: Callable[[], Any]) -> Work:
-    """Return the work of a call in the dtype of the network."""
-    with OperationCount() as count:
-        call()
-    return Work(count.products, numbers=count.numbers)
-
-
 @dataclass(frozen=True)
 class Workload:
-    """A network and its data in numbers, from which a method computes its cost. Work is that for one datum."""
+    """A network and its data in numbers, from which a method computes its cost.
+
+    Multiplications are those for one datum, and those of passes of the network unless they are ``Work``.
+    """
 
     blocks: tuple[BlockWork, ...]
     weights: int  # P, the chosen weights
@@ -368,9 +321,9 @@ class Workload:
     output_shape: tuple[int, ...]  # (C,) or (T, C)
     input_size: int  # numbers in one input
     data: int
-    forward: Work  # of a plain forward pass
-    backward: Work  # of a backward pass to the chosen weights, without their gradients
-    training: Work  # of a plain forward and backward pass with the gradients of all weights that are trained
+    forward: float  # multiplications of a plain forward pass
+    backward: float  # of a backward pass to the chosen weights, without their gradients
+    training: float  # of a plain forward and backward pass with the gradients of all weights that are trained
     footprint: Footprint  # the memory that one datum takes
     dtype: torch.dtype  # of gradients
     device: torch.device
@@ -442,17 +395,19 @@ class Workload:
         """Whether the last layer is the only block, so that no backward pass is needed."""
         return len(self.blocks) == 1 and self.blocks[0].closed and not self.single
 
-    def jacobians(self, seeds: int | None = None) -> Work:
-        """Return the work of the layer-wise Jacobians: a forward pass, a backward pass for each seed (S by default)."""
+    def jacobians(self, seeds: int | None = None) -> float:
+        """Return the multiplications of the layer-wise Jacobians: a forward pass, and a backward pass for each seed.
+
+        There is a seed for each output by default.
+        """
         seeds = self.outputs if seeds is None else seeds
-        passes = self.forward + seeds * self.backward
-        if any(block.opaque for block in self.blocks):  # one more, with gradients of the weights
-            passes += seeds * self.training
-        return passes + Work(numbers=sum(block.ends[0] for block in self.blocks if block.shared))
+        # A block without a rule takes one pass more for each seed, with gradients of the weights.
+        slow = self.training if any(block.opaque for block in self.blocks) else 0.0
+        return self.forward + seeds * (self.backward + slow)
 
     @property
-    def blockwise(self) -> Work:
-        """Work of the layer-wise Jacobians for sums over blocks, in which the last layer has a closed form."""
+    def blockwise(self) -> float:
+        """Multiplications of the Jacobians for sums over blocks, in which the last layer has a closed form."""
         return self.jacobians(0 if self.lone_head else self.seeds)
 
     @property
@@ -461,28 +416,18 @@ class Workload:
         return SAMPLES // 2 if self.outputs > MANY_PREDICTED else 0
 
     @property
-    def draws(self) -> Work:
-        """Work of the weights that predictions of many outputs draw once."""
-        return self.pairs * Work(numbers=2 * self.weights)
-
-    @property
     def gradient(self) -> int:
-        """Numbers kept of the gradient of one output; also the work for one entry of the tangent kernel."""
+        """Numbers kept of the gradient of one output; also the multiplications for one entry of the tangent kernel."""
         return sum(block.gradient for block in self.blocks)
 
     @property
-    def formed(self) -> int:
-        """Numbers kept of the gradients of all outputs for repeated products."""
-        return sum(block.formed(self.outputs) for block in self.blocks)
+    def squares(self) -> int:
+        """Multiplications of a fit to sum the squared gradients of all seeds."""
+        return sum(block.squares(self.seeds) for block in self.blocks)
 
-    @property
-    def squares(self) -> Work:
-        """Work of a fit to sum the squared gradients of all seeds."""
-        return summed(block.squares(self.seeds) for block in self.blocks)
-
-    def whole(self, seeds: int) -> Work:
-        """Return the work to form the Jacobian itself, of the chosen weights alone."""
-        return summed(block.whole(seeds) for block in self.blocks) * (self.weights / sum(b.size for b in self.blocks))
+    def whole(self, seeds: int) -> float:
+        """Return the multiplications that form the Jacobian itself, of the chosen weights alone."""
+        return sum(block.whole(seeds) for block in self.blocks) * self.weights / sum(b.size for b in self.blocks)
 
     def predicted(self, covariance: Work) -> Work:
         """Return the work of a prediction, in which the covariance of the outputs takes this beside their Jacobians.
@@ -490,41 +435,40 @@ class Workload:
         Many outputs are predicted from drawn functions instead, with a forward pass for each.
         """
         if self.pairs:
-            return (1 + 2 * self.pairs) * self.forward
-        return self.jacobians() + covariance
+            return Work((1 + 2 * self.pairs) * self.forward)
+        return Work(self.jacobians()) + covariance
 
     @property
-    def quadratic(self) -> Work:
-        """Work of J D Jᵀ of one input, with a diagonal D."""
-        return summed(block.quadratic(self.outputs) for block in self.blocks)
+    def quadratic(self) -> int:
+        """Multiplications of J D Jᵀ of one input, with a diagonal D."""
+        return sum(block.quadratic(self.outputs) for block in self.blocks)
 
-    def along(self, vectors: int) -> Work:
-        """Return the work of J v for so many vectors v, from gradients as they are computed."""
-        return vectors * summed(block.along(self.outputs) for block in self.blocks)
+    def along(self, vectors: int) -> int:
+        """Return the multiplications of J v for so many vectors v, from gradients as they are computed."""
+        return vectors * sum(block.along(self.outputs) for block in self.blocks)
 
-    def products(self, vectors: float) -> Work:
-        """Return the work of Jᵀ J v for so many vectors v, from gradients that are kept."""
-        return vectors * summed(block.products(self.outputs) for block in self.blocks)
+    def products(self, vectors: int) -> int:
+        """Return the multiplications of Jᵀ J v for so many vectors v, from gradients that are kept."""
+        return vectors * sum(block.products(self.outputs) for block in self.blocks)
 
     @property
     def kept(self) -> int:
         """Bytes of the gradients of all data, if they are kept between products; otherwise zero."""
-        size = self.itemsize * self.data * self.formed
+        size = self.itemsize * self.data * sum(block.formed(self.outputs) for block in self.blocks)
         return size if size <= CACHE * budget(self.device) else 0
 
-    def repeated(self, vectors: float, times: int) -> Work:
-        """Return the work of Jᵀ J v for so many vectors v in so many passes, with the gradients kept if they fit."""
-        formed = summed(block.whole(self.outputs) for block in self.blocks if block.form is None or block.shared)
+    def repeated(self, vectors: int, times: int) -> float:
+        """Return the multiplications of Jᵀ J v for so many vectors v in so many passes; gradients that fit are kept."""
+        formed = sum(block.whole(self.outputs) for block in self.blocks)
         return (self.jacobians() + formed) * (1 if self.kept else 1 + times) + self.products(vectors)
 
     def low_rank(self, rank: int) -> Work:
-        """Return the work of a prediction from the prior and so many directions, in float64."""
-        along = self.along(rank) + Work(self.outputs * rank**2 / 2)
-        return self.predicted((self.quadratic + along).in_double)
+        """Return the work of a prediction from the prior and so many directions."""
+        return self.predicted(Work(products=self.quadratic + self.along(rank) + self.outputs * rank**2 / 2))
 
     def kernel(self, points: int) -> Work:
         """Return the work for the gradient of one output at each of ``points`` inputs, and for their kernel."""
-        return points * self.jacobians(1) + Work(doubles=points**2 * self.gradient)
+        return Work(points * self.jacobians(1), points**2 * self.gradient)
 
     def cost(self, stored: int, peak: int, fit: Work, predict: Work, once: Work = NOTHING, note: str = "") -> Cost:
         """Return the cost of a method.
@@ -538,8 +482,8 @@ class Workload:
             note: A remark.
         """
         kept = stored + self.itemsize * self.weights
-        epochs = (fit + once / self.data).total / self.training.total
-        passes = predict.total / max(1.0, self.forward.total)
+        epochs = (fit.total + once.total / self.data) / self.training
+        passes = predict.total / max(1.0, self.forward)
         return Cost(kept, epochs, note, True, passes, kept + peak, self.data * fit, once, predict)
 
 

@@ -12,7 +12,7 @@ from lapwing.curvature.kronecker import blockwise_sum
 from lapwing.curvature.sweep import CURVATURES, DRAWS, chosen_seeds, swept
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
-from lapwing.methods.cost import Cost, Workload
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
 from lapwing.runtime.settings import NONE, HasSettings, integer, one_of, setting
@@ -61,9 +61,9 @@ class Diagonal(HasSettings):
 
     def cost(self, workload: Workload) -> Cost:
         workload, size = workload.with_curvature(self.curvature, self.draws), workload.weights
-        fit, predict = workload.blockwise + workload.squares, workload.predicted(workload.quadratic)
+        fit, predict = Work(workload.blockwise + workload.squares), workload.predicted(Work(workload.quadratic))
         peak = workload.jacobian_bytes(formed=True, streams=True) + 8 * size
-        return workload.cost(workload.itemsize * size, peak, fit, predict, workload.draws)
+        return workload.cost(workload.itemsize * size, peak, fit, predict)
 
     @classmethod
     def offer(cls, requirements: Requirements) -> Offer:

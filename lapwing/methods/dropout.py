@@ -14,7 +14,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import UnsupportedError
 from lapwing.methods.base import Conformance
-from lapwing.methods.cost import Cost, Workload
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.forward import copied, has_dropout, lent, raw_output, shaped, shareable
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import MembersPosterior
@@ -65,10 +65,8 @@ class MCDropout(HasSettings):
     def cost(self, workload: Workload) -> Cost:
         if not workload.dropout:
             return Cost.refused("the model has no dropout layer")
-        predict = self.samples * workload.forward
-        return workload.cost(
-            0, workload.activations + workload.itemsize * workload.parameters, workload.forward, predict
-        )
+        peak = workload.activations + workload.itemsize * workload.parameters
+        return workload.cost(0, peak, Work(workload.forward), Work(self.samples * workload.forward))
 
 
 WHOLE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)  # layers that drop whole channels

@@ -12,7 +12,7 @@ from lapwing.curvature.kronecker import SHARINGS, eigen_corrected, eigen_shared,
 from lapwing.curvature.sweep import CURVATURES, DRAWS, Sweep, chosen_seeds
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance, Exactness
-from lapwing.methods.cost import Cost, KroneckerWork, Workload
+from lapwing.methods.cost import Cost, KroneckerWork, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from lapwing.runtime.settings import NONE, HasSettings, integer, one_of, setting
@@ -78,7 +78,7 @@ class EKron(HasSettings):
         diagonals = 8 * workload.weights  # in float64
         peak = workload.jacobian_bytes(formed=True, streams=True) + factors.nbytes + diagonals
         corrected = factors.rotated(workload.seeds, closed=True) + workload.squares
-        fit = 2 * workload.blockwise + factors.sums + corrected
-        predict = workload.predicted(factors.rotated(workload.outputs) + workload.quadratic)
+        fit = Work(2 * workload.blockwise + factors.sums + corrected)
+        predict = workload.predicted(Work(factors.rotated(workload.outputs) + workload.quadratic))
         note = "; ".join(filter(None, ("two passes", factors.note)))
-        return workload.cost(factors.basis_bytes, peak, fit, predict, factors.decompositions + factors.draws, note)
+        return workload.cost(factors.basis_bytes, peak, fit, predict, factors.once, note)

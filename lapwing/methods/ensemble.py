@@ -15,7 +15,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.methods.base import MODELS, Conformance
-from lapwing.methods.cost import Cost, Workload
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import (
     Path,
@@ -96,7 +96,7 @@ class Ensemble(HasSettings):
 
     def cost(self, workload: Workload) -> Cost:
         count = self.members if self.train is not None or not self.models else 1 + len(self.models)
-        stored, passes = workload.itemsize * count * workload.parameters, count * workload.forward
+        stored, passes = workload.itemsize * count * workload.parameters, Work(count * workload.forward)
         return workload.cost(
             stored, workload.activations, passes, passes, note=f"{count} networks; their training is not counted"
         )

@@ -645,12 +645,12 @@ class FMGP(HasSettings):
         points, batch = min(self.num_inducing, workload.data), self.batch_size
         kernel = points * (batch + points) * dimensions  # of a batch with the points, and of the points
         rows = workload.outputs * batch * points
-        step = 3 * Work(doubles=kernel + rows * points, numbers=4 * rows, cubes=points**3)  # with its gradient
-        predict = workload.forward + Work(doubles=points * dimensions + workload.outputs * points**2)
+        step = 3 * Work(products=kernel + rows * points, cubes=points**3)  # with its gradient
+        predict = Work(workload.forward, points * dimensions + workload.outputs * points**2)
         stored = 8 * (points * (dimensions + points + 1) + workload.outputs**2)
         peak = 8 * (workload.data * (dimensions + workload.outputs) + 6 * rows) + workload.activations
         note = f"{points} points, {self.steps} steps of {batch} data without the network"
-        return workload.cost(stored, peak, workload.forward, predict, self.steps * step, note)
+        return workload.cost(stored, peak, Work(workload.forward), predict, self.steps * step, note)
 
     def trial(self, workload: Workload) -> FMGP:
         """Return the method with a few steps."""

@@ -87,13 +87,14 @@ class Full(HasSettings):
         if size > most:
             return Cost.refused(f"over {most} weights: choose fewer")
         workload = workload.with_curvature(self.curvature, self.draws)
-        head = workload.lone_head
-        formed = Work() if head else workload.whole(workload.seeds)
-        fit = workload.blockwise + formed + Work(doubles=(0.4 if head else HALVES * workload.seeds) * size**2)
-        whole = Work() if head else workload.whole(workload.outputs)
-        predict = workload.predicted(whole + Work(doubles=0.5 * (1 if head else workload.outputs) * size**2))
+        if workload.lone_head:
+            fit, covariance = Work(workload.blockwise, 0.4 * size**2), Work(products=0.5 * size**2)
+        else:
+            formed = workload.blockwise + workload.whole(workload.seeds)
+            fit = Work(formed, HALVES * workload.seeds * size**2)
+            covariance = Work(workload.whole(workload.outputs), 0.5 * workload.outputs * size**2)
         peak, once = workload.jacobian_bytes() + 16 * size**2, Work(cubes=size**3 / 3)
-        return workload.cost(8 * size**2, peak, fit, predict, once)
+        return workload.cost(8 * size**2, peak, fit, workload.predicted(covariance), once)
 
     @classmethod
     def offer(cls, requirements: Requirements) -> Offer:

@@ -16,7 +16,7 @@ from lapwing.data.inputs import Batch
 from lapwing.data.streams import shuffled
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.base import Conformance
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of
 from lapwing.posteriors.sampled import Drawn, WeightDraws
@@ -95,11 +95,10 @@ class IVON(HasSettings):
 
     def cost(self, workload: Workload) -> Cost:
         stored = workload.itemsize * 2 * workload.weights
-        fit = self.epochs * workload.training + (1 + self.samples) * workload.forward
+        fit = Work(self.epochs * workload.training + (1 + self.samples) * workload.forward)
         steps = self.epochs * max(1.0, workload.data / self.batch_size)
-        once = Work(numbers=16 * steps * workload.weights)
-        drawn = Work(numbers=2 * workload.weights) / workload.inputs  # once for all inputs
-        predict = self.samples * (workload.forward + drawn)
+        once = Work(16 * NUMBER * steps * workload.weights)
+        predict = Work(self.samples * workload.forward)
         peak = 12 * workload.itemsize * workload.weights + workload.activations
         return workload.cost(stored, peak, fit, predict, once, f"{self.epochs} epochs; needs lapwing[ivon]")
 

@@ -82,8 +82,8 @@ class KernelSpace(HasSettings):
         if rows > self.limit:
             return Cost.refused(f"{rows} rows, over {self.limit}: fewer data")
         rank = min(rows, size)
-        fit = workload.repeated(0, 1) + workload.whole(workload.outputs).in_double
-        once = Work(doubles=rows * rank * size, cubes=2 * rows * rank * size + 9 * rank**3)
+        fit = Work(workload.repeated(0, 1), workload.whole(workload.outputs))
+        once = Work(products=rows * rank * size, cubes=2 * rows * rank * size + 9 * rank**3)
         predict = workload.low_rank(rank)
         peak = 8 * (rank * size + 2 * rows * rank) + workload.jacobian_bytes() + workload.kept
         return workload.cost(8 * rank * (size + 1), peak, fit, predict, once, f"{rows} rows")

@@ -12,7 +12,7 @@ from lapwing.curvature.kronecker import SHARINGS, eigen_shared, kronecker_curvat
 from lapwing.curvature.sweep import CURVATURES, DRAWS, chosen_seeds, swept
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
-from lapwing.methods.cost import Cost, KroneckerWork, Workload
+from lapwing.methods.cost import Cost, KroneckerWork, Work, Workload
 from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
 from lapwing.problem import Problem
 from lapwing.runtime.settings import NONE, HasSettings, integer, one_of, setting
@@ -87,9 +87,9 @@ class Kron(HasSettings):
         workload = workload.with_curvature(self.curvature, self.draws)
         factors = KroneckerWork(workload, self.full_limit, self.factor_limit)
         peak = workload.jacobian_bytes(streams=True) + factors.basis_bytes
-        predict = workload.predicted(factors.rotated(workload.outputs) + workload.quadratic)
-        once = factors.decompositions + factors.draws
-        return workload.cost(factors.nbytes, peak, workload.blockwise + factors.sums, predict, once, factors.note)
+        fit = Work(workload.blockwise + factors.sums)
+        predict = workload.predicted(Work(factors.rotated(workload.outputs) + workload.quadratic))
+        return workload.cost(factors.nbytes, peak, fit, predict, factors.once, factors.note)
 
     @classmethod
     def offer(cls, requirements: Requirements) -> Offer | None:
@@ -116,5 +116,5 @@ class Kron(HasSettings):
         """Return the bytes of factors and eigenvectors, and the multiplications of the pass and of decompositions."""
         workload = workload.with_curvature(self.curvature, self.draws)
         factors = KroneckerWork(workload, self.full_limit, self.factor_limit)
-        cubes = factors.decompositions.cubes * DECOMPOSITION["gpu" if gpu else "cpu"]
+        cubes = factors.cubes * DECOMPOSITION["gpu" if gpu else "cpu"]
         return factors.nbytes + factors.basis_bytes, self.cost(workload).fit.total, cubes

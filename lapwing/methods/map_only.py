@@ -9,7 +9,7 @@ import torch
 
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance
-from lapwing.methods.cost import Cost, Workload
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.posteriors.members import PointPosterior
 from lapwing.problem import Problem, summed_loss
 
@@ -40,6 +40,5 @@ class MapOnly:
         return PointPosterior(problem, statistics, problem.network.theta())
 
     def cost(self, workload: Workload) -> Cost:
-        return workload.cost(
-            0, workload.activations, workload.forward, workload.forward, note="no error bars from the weights"
-        )
+        forward = Work(workload.forward)
+        return workload.cost(0, workload.activations, forward, forward, note="no error bars from the weights")

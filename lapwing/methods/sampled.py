@@ -126,13 +126,12 @@ class Sampled(HasSettings):
         vectors = max(4 * self.width, int(GROWTH * workload.rows ** (1 / 3)))
         vectors = min(size, workload.rows + 2 * self.width, vectors)
         basis = min(BASIS, vectors)
-        fit = workload.repeated(vectors, -(-vectors // self.width))
-        once = Work(doubles=6 * basis**2 * size, numbers=8 * vectors * size)
-        ways = 2 * count * workload.forward, workload.jacobians() + workload.along(count)
-        along = min(ways, key=lambda work: work.total)
+        fit = Work(workload.repeated(vectors, -(-vectors // self.width)))
+        along = min(2 * count * workload.forward, workload.jacobians() + workload.along(count))
         peak = 8 * (basis + USUAL * count) * size + workload.jacobian_bytes() + workload.kept
         note = f"{count} samples, {-(-vectors // self.width)} products with the curvature; more if the prior is weak"
-        return workload.cost(8 * count * (size + 1), peak, fit, workload.forward + along, once, note)
+        predict, once = Work(workload.forward + along), Work(products=6 * basis**2 * size)
+        return workload.cost(8 * count * (size + 1), peak, fit, predict, once, note)
 
     @classmethod
     def offer(cls, requirements: Requirements) -> Offer:

@@ -15,7 +15,7 @@ from lapwing.data.inputs import Batch
 from lapwing.data.streams import shuffled
 from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.methods.base import Conformance
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of
 from lapwing.posteriors.sampled import Drawn, WeightDraws
@@ -115,11 +115,11 @@ class SWAG(HasSettings):
         epochs: float = self.snapshots * self.epochs_between
         if self.steps_between is not None:
             epochs = self.snapshots * self.steps_between * self.batch_size / workload.data
-        fit = epochs * workload.training + (1 + self.samples) * workload.forward
+        fit = Work(epochs * workload.training + (1 + self.samples) * workload.forward)
         steps = epochs * workload.data / self.batch_size
-        once = Work(numbers=8 * steps * workload.weights)  # the optimiser's sums, in float64
-        drawn = Work(self.rank * workload.weights, numbers=workload.weights) / workload.inputs  # once for all inputs
-        predict = self.samples * (workload.forward + drawn)
+        once = Work(8 * NUMBER * steps * workload.weights)  # the optimiser's sums, in float64
+        drawn = self.rank * workload.weights / workload.inputs  # once for all inputs
+        predict = Work(self.samples * (workload.forward + drawn))
         peak = 8 * 4 * workload.weights + workload.activations
         trials = "" if self.learning_rate is not None else ", and those that try learning rates"
         return workload.cost(stored, peak, fit, predict, once, f"{epochs:.3g} epochs of SGD{trials}")

@@ -14,7 +14,7 @@ from lapwing.data.inputs import check_finite
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.base import HasHessian, Likelihood
 from lapwing.methods.base import Conformance
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.functionals import is_single_map
 from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.network import Network
@@ -106,12 +106,10 @@ class VariationalLastLayer(HasSettings):
         size, outputs = heads[-1], workload.outputs
         width = size // outputs
         held = 8 * workload.data * (width + (1 + self.samples // 2) * outputs)
-        each = Work(doubles=6 * size, numbers=COPIES * self.samples * outputs)
+        each = 6 * size + NUMBER * COPIES * self.samples * outputs
+        fit, predict = Work(workload.forward, USUAL * each), Work(workload.forward, 2 * size)
         note = "only the last layer; for Gaussian noise it takes one pass"
-        return workload.cost(
-            16 * size, held + workload.activations, workload.forward + USUAL * each, workload.forward + Work(2 * size),
-            note=note,
-        )  # fmt: skip
+        return workload.cost(16 * size, held + workload.activations, fit, predict, note=note)
 
     def trial(self, workload: Workload) -> None:
         """Return None: the number of iterations is not known before."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods.base import Offer, Requirements
-from lapwing.methods.cost import BlockWork, KroneckerWork, Work, Workload
+from lapwing.methods.cost import BlockWork, KroneckerWork, Workload
 from lapwing.networks.jacobians import Footprint
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.registry import METHODS, RATE, Choice
@@ -143,10 +143,9 @@ def layers(width: int, data: int, hidden: int = 50) -> Workload:
     """A network of two linear maps with ten outputs."""
     sizes = (BlockWork((width + 1) * hidden, 1, (1, hidden, width + 1)), BlockWork(51 * 10, 1, (1, 10, hidden + 1)))
     weights = sum(block.size for block in sizes)
-    forward = Work(weights, numbers=2 * (hidden + 10))
-    backward = Work(sizes[1].size, numbers=2 * (hidden + 10))
+    backward = sizes[1].size
     return Workload(
-        sizes, weights, weights, (10,), width, data, forward, backward, forward + backward + Work(weights),
+        sizes, weights, weights, (10,), width, data, weights, backward, 2 * weights + backward,
         Footprint(hidden + 10, 0), torch.float32, torch.device("cpu"), inputs=128,
     )  # fmt: skip
 
@@ -181,7 +180,7 @@ def test_decompositions_never_take_more_than_the_time_or_the_pass(data: int) -> 
         workload, method = layers(width, data), chosen(width, data, seconds=seconds, memory=math.inf).method
         if not isinstance(method, lw.Kron):
             continue
-        cubes = KroneckerWork(workload, method.full_limit, method.factor_limit).decompositions.cubes
+        cubes = KroneckerWork(workload, method.full_limit, method.factor_limit).cubes
         time, longest = 7 * cubes / RATE, method.cost(workload).fit.total / RATE
         assert time <= max(seconds - longest, longest) or method.factor_limit == 512
 

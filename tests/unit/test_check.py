@@ -165,7 +165,7 @@ def test_wide_layers_are_named() -> None:
 def test_many_outputs_are_drawn(outputs: int, seeds: int) -> None:
     """Above 64 outputs four labels are drawn for each datum: the pass back to the first layer runs as often."""
     table = costs(10_000, nn.Sequential(nn.Linear(3, 50), nn.Tanh(), nn.Linear(50, outputs)))
-    fit = table["Diagonal"].fit.products / 10_000
+    fit = table["Diagonal"].fit.passes / 10_000
     back = 50 * outputs
     assert seeds * back < fit < (seeds + 3) * back + 3 * 50 * 4
 

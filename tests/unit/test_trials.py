@@ -14,7 +14,7 @@ from lapwing import trials
 from lapwing.data.batches import Data
 from lapwing.methods.base import HasTrial
 from lapwing.registry import METHODS
-from lapwing.runtime.memory import OperationCount
+from tests.operations import OperationCount
 
 DATA, BATCH = 320, 32
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from lapwing.linalg.dense import symmetrise
 from lapwing.linalg.krylov import block_conjugate_gradients
 from lapwing.linalg.operators import Solution, gram_product
 from lapwing.methods.base import Conformance, Exactness
-from lapwing.methods.cost import Cost, Workload
+from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.methods.hfl.response import (
     DENSE,
     TOLERANCE,
@@ -599,21 +599,19 @@ class HFL(HasSettings):
         """Return the cost of two Newton steps and the Hessian at their end: two gradients for each product with it."""
         size, data, wide = workload.weights, workload.data, 8 * workload.weights
         if self.mode == "linearised":
-            predict = ITERATIONS * data * workload.products(workload.outputs)
+            fit, predict = Work(workload.repeated(0, 1)), Work(ITERATIONS * data * workload.products(workload.outputs))
             note = "at every prediction one linear system for each output"
-            return workload.cost(
-                wide + workload.kept, workload.jacobian_bytes(), workload.repeated(0, 1), predict, note=note
-            )
+            return workload.cost(wide + workload.kept, workload.jacobian_bytes(), fit, predict, note=note)
         if self._uses_adam(size):
             steps = 2 * self.steps * self.batch_size * workload.outputs  # a push up and one down
-            return workload.cost(
-                wide, 6 * wide, workload.forward, steps * workload.training, note="by Adam, at every prediction"
-            )
+            fit, predict = Work(workload.forward), Work(steps * workload.training)
+            return workload.cost(wide, 6 * wide, fit, predict, note="by Adam, at every prediction")
         products = 3 * (size if size <= DENSE else ITERATIONS)
         stored = wide * (size + 1 if size <= DENSE else 1)
-        predict = 2 * EPOCHS * data * workload.outputs * workload.training.in_double
+        double = Work(4 * workload.training)  # two passes in float64
+        predict = EPOCHS * data * workload.outputs * double
         note = "at every prediction some tens of epochs for each output"
-        return workload.cost(stored, 2 * stored, 2 * products * workload.training.in_double, predict, note=note)
+        return workload.cost(stored, 2 * stored, products * double, predict, note=note)
 
     def trial(self, workload: Workload) -> None:
         """Return None: it takes only weights at a minimum, and how long it takes depends on how near they are."""

@@ -101,10 +101,9 @@ class ELLA(HasSettings):
         points = min(self.num_landmarks, workload.rows)
         rank = min(self.rank, points, workload.weights)
         size, note = workload.weights, f"rank {rank}, {points} landmarks"
-        combined = Work(doubles=rank * points * workload.gradient)
-        once = workload.kernel(points) + Work(cubes=points**3) + combined
-        fit = workload.jacobians() + workload.along(rank)
-        predict = workload.predicted(workload.along(rank))
+        once = workload.kernel(points) + Work(products=rank * points * workload.gradient, cubes=points**3)
+        fit = Work(workload.jacobians() + workload.along(rank))
+        predict = workload.predicted(Work(workload.along(rank)))
         stored = 8 * rank * (size + rank)
         peak = workload.jacobian_bytes() + 8 * (points * workload.gradient + 3 * points**2)
         return workload.cost(stored, peak, fit, predict, once, note)

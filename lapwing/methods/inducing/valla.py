@@ -171,7 +171,7 @@ class VaLLA(HasSettings):
     def cost(self, workload: Workload) -> Cost:
         rows, data = workload.rows, workload.data
         points = min(self.num_inducing, rows)
-        pairs = Work(doubles=workload.outputs * points * workload.gradient)  # the kernel of one datum with the points
+        pairs = Work(products=workload.outputs * points * workload.gradient)  # the kernel of one datum with the points
         once = workload.kernel(min(max(self.candidates, points), rows))
         note = f"{points} points"
         if points < rows:
@@ -179,13 +179,12 @@ class VaLLA(HasSettings):
             all_data, steps = optimiser == "lbfgs", self.steps or STEPS[optimiser]
             starts = 2 if all_data and self.start is None else 1
             batch = data if all_data else min(self.batch_size, data)
-            kernel = Work(doubles=3 * points * workload.gradient, cubes=points**2)
-            at_points = points * (4 * workload.jacobians(1) + kernel)
-            at_data = 3 * pairs if all_data else workload.jacobians() + 3 * pairs
+            at_points = points * Work(4 * workload.jacobians(1), 3 * points * workload.gradient, points**2)
+            at_data = 3 * pairs + Work(0.0 if all_data else workload.jacobians())
             once += starts * steps * (batch * at_data + at_points)
             note += f", {steps} steps of {batch} data"
-        fit = workload.jacobians() + pairs + workload.squares.in_double
-        predict = workload.jacobians() + pairs + workload.quadratic.in_double
+        fit = Work(workload.jacobians(), workload.squares) + pairs
+        predict = Work(workload.jacobians(), workload.quadratic) + pairs
         stored = points * (workload.itemsize * workload.input_size + 8 * (1 + points)) + 8 * workload.weights
         candidates = min(max(self.candidates, points), rows)
         peak = workload.jacobian_bytes(True) + 8 * candidates * (workload.gradient + 3 * candidates)

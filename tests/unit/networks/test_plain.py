@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lapwing.networks.network import Network, plain_passes, trained_names
-from lapwing.runtime.memory import OperationCount
+from tests.operations import OperationCount
 
 
 def model() -> nn.Sequential:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lapwing.runtime.memory import OperationCount
+from tests.operations import OperationCount
 
 NETWORKS = {
     "linear": (nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), (4, 5)),
