@@ -99,7 +99,8 @@ def wide() -> Iterator[str]:
         fit = partial(lw.fit, model, (x, y), "classification", method=method, progress=False)
         took, posterior = seconds(fit, 1), fit()
         predicted = seconds(partial(probabilities, posterior, x[:100]), 1)
-        forms = [type(block.inp).__name__ for block in getattr(posterior.base.curvature, "blocks", ())]
+        core: Any = posterior.base
+        forms = [type(block.inp).__name__ for block in core.curvature.blocks]
         yield f"  {features:6d} inputs, n = {rows:5d}, {method:5s}: {took:7.2f} {predicted:6.2f}  {forms[0]}"
 
 

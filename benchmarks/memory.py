@@ -29,7 +29,7 @@ from lapwing.linalg.krylov import OVERSAMPLE
 from lapwing.methods.base import Conformance
 from lapwing.methods.sampled import VECTORS
 from lapwing.methods.variational_last_layer import HISTORY
-from lapwing.posteriors.base import HasFunctionSamples
+from lapwing.posteriors.base import Posterior
 from lapwing.registry import METHODS
 
 BUDGET = 512 * 2**10
@@ -179,7 +179,7 @@ def calls(name: str, method: Any, here: Case) -> Iterator[tuple[str, Callable[[]
     fit = partial(lw.fit, here.model, data, "classification", method=method, prior=PRIOR)
     yield "fit", fit, posterior.append
     yield "predict", lambda: probabilities(posterior[0], x), lambda _: None
-    if isinstance(posterior[0].base, HasFunctionSamples):
+    if posterior[0].base.provides(Posterior.function_samples):
         draw = lambda: posterior[0].function_samples(x, DRAWS, torch.Generator().manual_seed(1))
         yield "samples", draw, lambda _: None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,8 @@ def measure(name: str, rows: int) -> None:
     single, mixed = (min(seconds) for seconds in zip(*pairs, strict=True))
     fit = partial(lw.fit, model, data, "classification", progress=False)
     without, with_data = best_of(2, fit), best_of(2, lambda: fit(validation=validation))
-    cells = f"{len(mixture.posterior.cells)} cells of {len(mixture.posterior.beliefs)} precisions"
+    core: Any = mixture.posterior
+    cells = f"{len(core.cells)} cells of {len(core.beliefs)} precisions"
     print(f"{name:12s} prediction of 128: mixture / one {mixed / single:.2f} (reach 1.5), {cells}")
     print(f"{name:12s} fit to {rows}: with / without validation {with_data / without:.2f} (reach 1.5)")
 

@@ -60,7 +60,8 @@ def fitted(data: list[tuple[Tensor, Tensor]], group: Any) -> tuple[lw.Fitted, di
 
 def messages(posterior: lw.Fitted) -> dict[str, int]:
     """Return the bytes of the sums that are reduced, and of the eigendecompositions that are sent."""
-    factors = [factor for block in posterior.posterior.curvature.blocks for factor in (block.inp, block.out)]
+    core: Any = posterior.posterior
+    factors = [factor for block in core.curvature.blocks for factor in (block.inp, block.out)]
     size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
     return {
         "sums": sum(size(factor.tensors().values()) for factor in factors),

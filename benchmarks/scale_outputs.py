@@ -35,7 +35,7 @@ from benchmarks.clock import Peak, machine
 from benchmarks.large_models import ResNet50
 from lapwing.networks.network import Network
 from lapwing.networks.passes import _by_jacobians, forward_products
-from lapwing.posteriors import draws
+from lapwing.posteriors import base as posteriors
 
 DRAWS, ROWS = 16, 16
 CLASSES = (32, 100, 256, 1000)
@@ -213,7 +213,7 @@ def fits(device: torch.device, full: bool) -> Iterator[str]:
         seconds = clock.best(1, partial(fit, **settings))
         yield f"fit, {name:20s} {seconds:7.2f} s"
     if full:
-        with patch.object(draws, "MANY", 10**9):
+        with patch.object(posteriors, "MANY", 10**9):
             yield f"fit, {'guarded by variances':20s} {clock.best(1, fit):7.2f} s"
 
 

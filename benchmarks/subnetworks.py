@@ -129,7 +129,8 @@ def used(posterior: lw.Fitted, x: Tensor, device: torch.device) -> tuple[float, 
     """Return the seconds of factorisation and prediction, the weights of all layers with a chosen one, and the bytes
     that the columns of a few images take while they are formed.
     """
-    factorising = timed(lambda: posterior.posterior.precision, device)[0]
+    core: Any = posterior.posterior
+    factorising = timed(lambda: core.precision, device)[0]
     predicting = min(timed(lambda: posterior.functions(x).cov, device)[0] for _ in range(2))
     formed = held(posterior.network.linearise(x[:TOGETHER]).jacobians().whole, device).most
     return factorising, predicting, posterior.network.selection.total, formed

@@ -262,11 +262,12 @@ def _bands(task: Task, settings: Inducing, published: State) -> dict[str, list[f
     """Return, for the picture, the standard deviation of every method on the grid, and its points."""
     count, seed = settings.points, settings.seed
     ella, valla = task.fit(lw.ELLA(count, count), seed)[0], task.fit(lw.VaLLA(count), seed)[0]
+    core: Any = valla.posterior
     bands = {
         "exact": (task.exact, None),
         f"Nyström, {count} landmarks": (task.variance(ella), landmarks(task, count, seed)),
         f"VaLLA as published, {settings.published_drawn:,} iterations": (published.variance, published.points),
-        f"VaLLA({count})": (task.variance(valla), valla.posterior.curvature.anchors.inputs),
+        f"VaLLA({count})": (task.variance(valla), core.curvature.anchors.inputs),
     }
     arrays = {"x": task.x, "y": task.y, "grid": task.grid, "mean": task.mean}
     for name, (variance, points) in bands.items():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -152,7 +152,8 @@ def probabilities(method: str, fitted: lw.Fitted, x: Tensor, draws: int) -> Tens
         outputs = fitted.network_samples(x, draws, torch.Generator().manual_seed(0))
         return outputs.softmax(-1).mean(0)
     if method in MEMBERS:
-        outputs = fitted.function_samples(x, len(fitted.posterior.members))
+        core: Any = fitted.posterior
+        outputs = fitted.function_samples(x, len(core.members))
         return outputs.softmax(-1).mean(0)
     probs: Tensor = fitted.predict(x).probs
     return probs

@@ -104,7 +104,7 @@ class Maps:
         return self._fit(lw.baselines.MCDropout(self.choices.draws), network)
 
     def _subnetwork(self, rule: str, share: float) -> lw.Fitted:
-        posterior = self._laplace(lw.Diagonal()).posterior
+        posterior: Any = self._laplace(lw.Diagonal()).posterior
         values = posterior.precision.variances() if rule == "variance" else posterior.curvature.diagonal()
         return self._laplace(lw.KernelSpace(), lw.subnetwork(largest(values, max(1, round(share * len(values))))))
 

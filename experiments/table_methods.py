@@ -201,8 +201,8 @@ def _sampled(task: Task) -> Belief:
 
 def _subnetwork(task: Task) -> lw.Fitted:
     """Return the exact posterior over the tenth of the weights with the largest variances under ``Diagonal``."""
-    diagonal = task.fit(lw.Diagonal(), tuner=EVIDENCE)
-    variances = diagonal.posterior.precision.variances()
+    diagonal: Any = task.fit(lw.Diagonal(), tuner=EVIDENCE).posterior
+    variances = diagonal.precision.variances()
     largest = variances.topk(max(1, len(variances) // SHARE)).indices.sort().values
     return task.fit(lw.Full(), weights=lw.subnetwork(largest), prior=1.0).tuned(EVIDENCE)
 

@@ -41,8 +41,7 @@ from lapwing.networks.forward import (
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import members, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.base import HasEvidence, Tunable
-from lapwing.posteriors.draws import MANY
+from lapwing.posteriors.base import MANY, Posterior
 from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.priors.base import Prior
 from lapwing.problem import Problem, checked_targets, fitting_targets, mean_squared_residual, named_targets
@@ -136,7 +135,7 @@ def with_learned_prior(problem: Problem, tuner: Tuner | None, data: Data, genera
     return problem
 
 
-def tuned_by(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
+def tuned_by(posterior: Posterior, tuner: Tuner | None, data: Data) -> Posterior:
     """Return the posterior with its prior learned, starting near the optimum.
 
     A tuner that varies hyperparameters around those of the evidence runs after the evidence.
@@ -151,9 +150,9 @@ def tuned_by(posterior: Any, tuner: Tuner | None, data: Data) -> Any:
     return tuned if tuned.trace is None else tuned.with_trace(tuned.trace.after(posterior.trace))
 
 
-def _in_step(posterior: Any, processes: Processes) -> Any:
+def _in_step(posterior: Posterior, processes: Processes) -> Posterior:
     """Return the posterior under the prior and noise of the first process: rounding may differ between machines."""
-    if processes.group is None or not isinstance(posterior, Tunable):
+    if processes.group is None or not posterior.provides(Posterior.with_noise):
         return posterior
     values, noise = posterior.problem.prior.values, posterior.noise
     own = [values.detach()] if noise is None else [values.detach(), noise.detach()]
@@ -164,7 +163,7 @@ def _in_step(posterior: Any, processes: Processes) -> Any:
     return posterior if noise is None else posterior.with_noise(first[1])
 
 
-def exact_other(posterior: Any, data: Data, generator: torch.Generator | None) -> tuple[Any, float] | None:
+def exact_other(posterior: Posterior, data: Data, generator: torch.Generator | None) -> tuple[Posterior, float] | None:
     """Return the exact posterior that the default for Gaussian noise averages with ``Kron``, and the factor of its V.
 
     None if the problem is too large for it. ``Kron`` is too narrow where networks are trained for long, the exact
@@ -371,7 +370,7 @@ def fit(
         problem = with_learned_prior(problem, None if after else tuner, batches, generator)
         tuner = after
     posterior = chosen.fit(problem, batches, generator)
-    if posterior.problem.learn_prior and isinstance(posterior, HasEvidence):
+    if posterior.problem.learn_prior and posterior.provides(Posterior.log_evidence):
         posterior = tuned_by(posterior, tuner, batches)
     elif tuner is not None:
         posterior = applied(tuner, posterior, batches)

@@ -29,7 +29,7 @@ from lapwing.linalg.dense import eigh
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.passes import outputs_along
-from lapwing.posteriors.base import HasWeightSamples, required
+from lapwing.posteriors.base import Posterior
 from lapwing.runtime.settings import POSITIVE, Rule, integer
 from lapwing.runtime.threads import derived_generator, global_seed, normal
 from lapwing.values.functions import isolated
@@ -222,7 +222,8 @@ class LapwingModel(Model):  # type: ignore[misc]
             raise UnsupportedError(
                 f"{fitted.method} has no functions to draw that are differentiable; use Kron or Full."
             )
-        theta = required(fitted.base, HasWeightSamples, "draws of the weights", fitted.method).theta
+        fitted.base.require(Posterior.weight_samples, "draws of the weights", fitted.method)
+        theta = fitted.base.theta
         steps = fitted.weight_samples(n, generator) - theta
         return GenericDeterministicModel(lambda X: self._along(steps, X), self.num_outputs)
 

@@ -363,7 +363,7 @@ def _costs(fitted: Fitted | None) -> tuple[int, int | None]:
     if base.is_sampled or base.solves_for_inputs:
         return weights, None
     try:
-        stored = _nbytes(fitted.posterior.state()) if hasattr(fitted.posterior, "state") else None
+        stored: int | None = _nbytes(fitted.posterior.state())
     except UnsupportedError:  # a method without a file form
         stored = None
     return weights, stored

@@ -22,19 +22,7 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import (
-    EffectiveParameters,
-    HasEvidence,
-    HasFunctionSamples,
-    HasGammas,
-    HasVarianceOf,
-    HasWeightSamples,
-    Reweightable,
-    effective_parameters,
-    required,
-)
-from lapwing.posteriors.draws import SAMPLES_RULE
-from lapwing.posteriors.weight_space import SUM, Updatable
+from lapwing.posteriors.base import SAMPLES_RULE, SUM, EffectiveParameters, Posterior, effective_parameters
 from lapwing.predictives.joined import Images, joined, joined_beliefs, joined_processes
 from lapwing.priors.base import BoundPrior, Prior
 from lapwing.registry import prior_given
@@ -77,7 +65,7 @@ class Fitted:
     <Fitted: Kron, 2 weights, precision 2, noise variance 0.01>
     """
 
-    posterior: Any  # the posterior of the method: a lapwing.posteriors.base.Posterior
+    posterior: Posterior  # that of the method
     fingerprint: Fingerprint
     method: str = ""  # the name of the method that was used
     why: str = ""  # the reason for the method, if ``Auto`` chose it
@@ -123,7 +111,7 @@ class Fitted:
         return "\n".join([*lines, *(f"Note: {finding}" for finding in self.findings)])
 
     @property
-    def base(self) -> Any:
+    def base(self) -> Posterior:
         """The posterior that was fitted: for a mixture the one that it varies, with evidence, prior and noise."""
         return self.posterior.base
 
@@ -310,7 +298,7 @@ class Fitted:
         torch.Size([8, 40, 1])
         """
         integer().check("n", n)
-        required(self.base, HasFunctionSamples, "function samples", self.method)
+        self.base.require(Posterior.function_samples, "function samples", self.method)
         x, images = self._checked(x, slopes=True), Images()
         images.add(self.network.image_form(x))
         (samples,) = isolated(lambda x: [self.posterior.function_samples(x, n, generator)], x)
@@ -337,7 +325,7 @@ class Fitted:
         """
         integer().check("n", n)
         self._unchanged()
-        required(self.base, HasWeightSamples, "weight samples", self.method)
+        self.base.require(Posterior.weight_samples, "weight samples", self.method)
         return self.posterior.weight_samples(n, generator)
 
     @outside_autocast
@@ -397,8 +385,8 @@ class Fitted:
             form = self.network.image_form(x)
             given = function
             function = given if form is None else lambda f: given(form.outputs(f))
-        what = "variance of functions of the weights"
-        return required(self.posterior, HasVarianceOf, what, self.method).variance_of(function, x)
+        self.posterior.require(Posterior.variance_of, "variance of functions of the weights", self.method)
+        return self.posterior.variance_of(function, x)
 
     @outside_autocast
     def jacobian(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
@@ -820,7 +808,8 @@ class Fitted:
         True
         """
         self._unchanged()
-        return required(self.base, HasEvidence, "evidence", self.method).log_evidence()
+        self.base.require(Posterior.log_evidence, "evidence", self.method)
+        return self.base.log_evidence()
 
     @property
     @outside_autocast
@@ -840,7 +829,8 @@ class Fitted:
         True
         """
         self._unchanged()
-        return effective_parameters(required(self.base, HasGammas, "evidence", self.method))
+        self.base.require(Posterior.gammas, "evidence", self.method)
+        return effective_parameters(self.base)
 
     @outside_autocast
     @torch.inference_mode(False)  # as for fit
@@ -912,10 +902,10 @@ class Fitted:
         options: dict[str, Any] = {"target_key": target_key, "progress": shown, "processes": self.processes}
         options["sketched"] = True
         more = self.network.reading(data, "new data", **options)
-        updatable = required(self.posterior, Updatable, SUM, self.method)
+        self.posterior.require(Posterior.updated, SUM, self.method)
         with self.processes.together():
             rows = self.rows.with_training(more.sketch())
-            return replace(self, posterior=updatable.updated(more, generator), rows=rows)
+            return replace(self, posterior=self.posterior.updated(more, generator), rows=rows)
 
     def with_prior(self, prior: Prior | float) -> Fitted:
         """Return the same posterior under another prior; no data are touched.
@@ -938,9 +928,9 @@ class Fitted:
                 "the mean of this posterior was computed for its prior (LinearMode with mean='tangent'); fit again, or "
                 "tune the posterior that it came from."
             )
-        base = required(self.base, Reweightable, "prior over weights to change", self.method)
+        self.base.require(Posterior.with_problem, "prior over weights to change", self.method)
         bound = prior_given(prior).bound(self.network.selection, self.network.theta(), self.prior.network_groups)
-        return replace(self, posterior=base.with_prior(bound))
+        return replace(self, posterior=self.base.with_prior(bound))
 
     def to(self, device: torch.device | str) -> Fitted:
         """Return the posterior on another device. Its model is moved there too, as ``model.to`` does.
@@ -1025,7 +1015,7 @@ class Fitted:
 
     def _numbers(self) -> str:
         """Return the precisions and the noise of the posterior that was fitted, the centre of a mixture, as text."""
-        mixture = "" if self.posterior is self.base else f"mixture of {len(self.posterior.cells)} with its centre at "
+        mixture = "" if self.posterior is self.base else f"mixture of {self.posterior.cell_count} with its centre at "
         numbers = f"{mixture}precision {_first_three(self.prior.values)}"
         if self.likelihood.noise_variance is not None:
             numbers += f", noise variance {_first_three(self.likelihood.noise_variance)}"

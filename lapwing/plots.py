@@ -20,7 +20,7 @@ from torch import Tensor
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.metrics import RiskCoverage, calibration, coverage
 from lapwing.metrics import risk_coverage as selective_risk
-from lapwing.posteriors.base import HasEvidence, Reweightable, required
+from lapwing.posteriors.base import Posterior
 from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, integer, seen
 from lapwing.values.arrays import listed, numbers
 
@@ -590,8 +590,8 @@ class EvidenceCurve:
         Cost: a factorisation of the precision for each; no pass over the data.
         """
         base, method = posterior.base, getattr(posterior, "method", "")
-        required(base, HasEvidence, "evidence", method)
-        required(base, Reweightable, "prior over weights to change", method)
+        base.require(Posterior.log_evidence, "evidence", method)
+        base.require(Posterior.with_problem, "prior over weights to change", method)
         problem = base.problem
         values = problem.prior.values.detach()
         several = values.numel() != 1

@@ -261,7 +261,8 @@ class Run:
 
         It is the trace of the curvature of the softmax: small where the labels are fitted well.
         """
-        network, mode = posterior.network, posterior.base.mode
+        core: Any = posterior.base
+        network, mode = posterior.network, core.mode
         if mode is not None:
             network = network.shifted(mode.theta - network.theta().double())
         x, _ = self._data(images, self.settings.data)

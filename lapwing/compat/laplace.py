@@ -28,9 +28,11 @@ from lapwing.compat.settings import (
     prior_of,
     weights_of,
 )
+from lapwing.curvature.dense import FullCurvature
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
-from lapwing.posteriors.base import HasEvidence, Reweightable, required
+from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.predictives.labels import SoftmaxPredictive
 from lapwing.runtime.settings import FLAG, GENERATOR, POSITIVE, integer
 from lapwing.runtime.threads import normal
@@ -124,7 +126,8 @@ class PosteriorNumbers:
             self.prior_precision = prior_precision
         if sigma_noise is not None:
             self.sigma_noise = sigma_noise
-        base = required(self.posterior.base, HasEvidence, "evidence", self.posterior.method)
+        base = self.posterior.base
+        base.require(Posterior.log_evidence, "evidence", self.posterior.method)
         return base.log_evidence() + self._untempered
 
     @property
@@ -152,7 +155,7 @@ class PosteriorNumbers:
     @property
     def log_det_ratio(self) -> Tensor:
         """log det Λ - log det A."""
-        return -2 * self.posterior.base.log_occam() - self.scatter
+        return -2 * self._core.log_occam() - self.scatter
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -202,12 +205,19 @@ class PosteriorNumbers:
             )
 
     @property
+    def _core(self) -> WeightPosterior:
+        base = self.posterior.base
+        assert isinstance(base, WeightPosterior)  # as every structure has
+        return base
+
+    @property
     def posterior_precision(self) -> Tensor:
         """Λ (P, P) for the structure "full", its diagonal (P,) for "diag"."""
         self._only("posterior_precision", "full", "diag")
-        base = self.posterior.base
+        base = self._core
         if self._structure == "diag":
             return 1 / base.precision.variances()
+        assert isinstance(base.current, FullCurvature)
         scaled = base.current.matrix.double() / base.problem.likelihood.dispersion.detach()
         return scaled + torch.diag(self.prior_precision_diag.detach())
 
@@ -215,13 +225,13 @@ class PosteriorNumbers:
     def posterior_covariance(self) -> Tensor:
         """Λ⁻¹ (P, P), for the structure "full"."""
         self._only("posterior_covariance", "full")
-        return self.posterior.base.precision.solve(torch.eye(self.n_params).to(self.prior_precision_diag))
+        return self._core.precision.solve(torch.eye(self.n_params).to(self.prior_precision_diag))
 
     @property
     def posterior_variance(self) -> Tensor:
         """The diagonal of Λ⁻¹ (P,), for the structure "diag"."""
         self._only("posterior_variance", "diag")
-        return self.posterior.base.precision.variances()
+        return self._core.precision.variances()
 
     @property
     def posterior_scale(self) -> Tensor:
@@ -229,7 +239,7 @@ class PosteriorNumbers:
         self._only("posterior_scale", "full", "diag")
         if self._structure == "diag":
             return self.posterior_variance.sqrt()
-        return self.posterior.base.precision.sample(torch.eye(self.n_params).to(self.prior_precision_diag)).mT
+        return self._core.precision.sample(torch.eye(self.n_params).to(self.prior_precision_diag)).mT
 
     def square_norm(self, value: Tensor) -> Tensor:
         """Return (θ - w̃)ᵀ Λ (θ - w̃) for weights θ (P,), for the structures "full" and "diag"."""
@@ -254,7 +264,7 @@ class PosteriorNumbers:
     def _solved(self, Js: Tensor) -> Tensor:
         if Js.ndim != 3 or Js.shape[-1] != self.n_params:
             raise UnsupportedError(f"Js has the shape {tuple(Js.shape)}; expected (B, C, {self.n_params}).")
-        return self.posterior.base.precision.solve(Js.double().flatten(0, 1)).reshape(Js.shape)
+        return self._core.precision.solve(Js.double().flatten(0, 1)).reshape(Js.shape)
 
 
 SEEDS = 2**31 - 1
@@ -448,10 +458,11 @@ class Laplace(PosteriorNumbers):
         if self._fitted is None:
             raise ModelError("this Laplace has no posterior yet; expected la.fit(train_loader) first.")
         if self._current is None:
-            base = required(self._fitted.base, Reweightable, "prior to change", type(self._method).__name__)
+            base = self._fitted.base
+            base.require(Posterior.with_problem, "prior to change", type(self._method).__name__)
             network = self._fitted.network
             prior = prior_of(self._prior_precision.double(), self._prior_mean, network.selection)
-            changed: Any = base.with_prior(prior.bound(network.selection, network.theta()))
+            changed = base.with_prior(prior.bound(network.selection, network.theta()))
             likelihood = changed.problem.likelihood.with_dispersion(self._dispersion)
             posterior = changed.with_problem(changed.problem.with_likelihood(likelihood))
             self._current = replace(self._fitted, posterior=posterior)

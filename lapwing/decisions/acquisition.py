@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.data.inputs import Inputs
 from lapwing.decisions.collecting import input_batches, one_or_loader, refuse_shuffled, refuse_tokens
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.posteriors.base import HasFunctionSamples, required
+from lapwing.posteriors.base import Posterior
 from lapwing.runtime.memory import working
 from lapwing.runtime.settings import NONE, Rule, integer, is_integer, one_of
 from lapwing.values.gaussian import FunctionGaussian
@@ -177,7 +177,7 @@ def _by_covariance(posterior: Any, inputs: Inputs) -> Exact:
 
 
 def _by_functions(posterior: Any, inputs: Inputs, samples: int | None) -> Information:
-    required(posterior.base, HasFunctionSamples, "function samples; give samples=0")
+    posterior.base.require(Posterior.function_samples, "function samples; give samples=0")
     generator = torch.Generator(posterior.network.device).manual_seed(0)
     try:
         drawn = posterior.posterior.function_samples(inputs, samples or FUNCTIONS, generator).double()

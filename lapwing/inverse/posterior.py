@@ -20,6 +20,7 @@ from lapwing.linalg.krylov import RandomisedEigenpairs, random_signs
 from lapwing.linalg.operators import Solution
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.selection import Weights
+from lapwing.posteriors.base import Tunable
 from lapwing.priors import FilterGP
 from lapwing.priors.base import Prior
 from lapwing.runtime.memory import budget, gathered, refuse_beyond
@@ -44,7 +45,7 @@ PAIRS = Rule(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class InversePosterior:
+class InversePosterior(Tunable):
     """The belief about an image x̂ + J (θ - w̃) given y = A x + noise. ``lw.inverse.fit`` makes one.
 
     The mean is kept at the output of the network; the covariance is that of the linear Gaussian model,

@@ -24,8 +24,8 @@ from lapwing.networks.forward import has_dropout
 from lapwing.networks.jacobians import Block, BlockJacobian, Footprint, temporary
 from lapwing.networks.linear_jacobian import NEAR
 from lapwing.networks.network import Network, plain_passes, trained_names
-from lapwing.posteriors.draws import MANY as MANY_PREDICTED
-from lapwing.posteriors.draws import SAMPLES
+from lapwing.posteriors.base import MANY as MANY_PREDICTED
+from lapwing.posteriors.base import SAMPLES
 from lapwing.runtime.memory import budget
 from lapwing.tangent import CACHE
 

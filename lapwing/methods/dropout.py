@@ -17,7 +17,7 @@ from lapwing.methods.base import Conformance
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.forward import copied, has_dropout, lent, raw_output, shaped, shareable
 from lapwing.networks.network import Network
-from lapwing.posteriors.members import MembersPosterior
+from lapwing.posteriors.members import Members, MembersPosterior
 from lapwing.problem import Problem, summed_loss
 from lapwing.runtime.settings import HasSettings, integer, setting
 from lapwing.runtime.state import MEMBERS, State, Whole, saved
@@ -98,7 +98,7 @@ class FixedMask(nn.Module):
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Masks:
+class Masks(Members):
     """One network under K random dropout masks; member k has the masks of seed + k at all inputs.
 
     Dropout inside attention and recurrent layers is drawn anew for every sample, so there a member is not one function.
@@ -107,7 +107,6 @@ class Masks:
     model: nn.Module  # a private copy in which masks replace the dropout layers
     count: int
     seed: int
-    of_one_network: ClassVar[bool] = True
 
     @classmethod
     def of(cls, network: Network, count: int, seed: int) -> Masks:
@@ -134,7 +133,7 @@ class Masks:
         return self.count
 
     @property
-    def together(self) -> bool:
+    def together(self) -> bool:  # type: ignore[override]
         return any(has_dropout(module) for module in self.model.modules())
 
     def __call__(self, x: Inputs) -> Tensor:
@@ -149,9 +148,6 @@ class Masks:
                 with global_seed(seed, device) if inside else nullcontext():
                     outputs.append(shaped(raw_output(one, x)))
         return torch.stack(outputs)
-
-    def refuse_changed(self) -> None:
-        """Do nothing: the masks run in a copy, which does not change."""
 
     def state(self) -> State:
         return State("Masks", {"count": self.count, "seed": self.seed})

@@ -27,7 +27,7 @@ from lapwing.networks.forward import (
     refuse_training_mode,
     shaped,
 )
-from lapwing.posteriors.members import MembersPosterior, mean_of, outputs_of
+from lapwing.posteriors.members import Members, MembersPosterior, mean_of, outputs_of
 from lapwing.problem import Problem, summed_loss
 from lapwing.runtime.settings import FUNCTION, NONE, HasSettings, integer, setting
 from lapwing.runtime.state import State
@@ -107,14 +107,13 @@ class Ensemble(HasSettings):
 
 
 @dataclass(frozen=True, eq=False)
-class Networks:
+class Networks(Members):
     """Trained networks whose outputs have the same shape."""
 
     models: tuple[nn.Module, ...]
     fingerprints: tuple[Fingerprint, ...] = ()  # of the models at the fit
     output: Path = ()  # which of several outputs of each, see Network.output
     _replicas: tuple[Replica, ...] = field(init=False)
-    together: ClassVar[bool] = False
     of_one_network: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from lapwing.linalg.ridge import Ridge
 from lapwing.linalg.stochastic import OBJECTIVES, descend_in_rounds
 from lapwing.methods.base import Conformance, Offer, Requirements
 from lapwing.methods.cost import Cost, Work, Workload
-from lapwing.posteriors.sampled import SampledPosterior
+from lapwing.posteriors.sampled import SampledPosterior, Solver
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import Problem
 from lapwing.runtime.memory import budget
@@ -193,7 +193,7 @@ class Sampled(HasSettings):
 
 
 @dataclass(frozen=True, eq=False)
-class RidgeSolver:
+class RidgeSolver(Solver):
     """A solver for the samples of a problem, which also estimates its log-determinant."""
 
     settings: Sampled

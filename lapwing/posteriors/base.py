@@ -1,40 +1,122 @@
-"""How many weights the data decide."""
+"""The contract of posteriors, their predictions from drawn functions, and how many weights the data decide.
+
+Draws are numbered, and each number is the same draw at every call: predictions do not depend on how inputs are split
+into batches, and equal calls give equal numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from lapwing.curvature.base import layer_numbers
-from lapwing.data.inputs import Inputs, check_finite
+from lapwing.data.batches import Data
+from lapwing.data.inputs import Inputs, check_finite, wants_slopes
 from lapwing.errors import UnsupportedError
+from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.functionals import Functional
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import LayerJacobians, temporary
 from lapwing.networks.network import Network
-from lapwing.posteriors import draws
-from lapwing.posteriors.draws import Kept, drawn_predictive, numbers_of
-from lapwing.priors.base import BoundPrior
-from lapwing.problem import Problem
-from lapwing.runtime.memory import gathered
-from lapwing.runtime.state import Latest
+from lapwing.networks.passes import outputs_along
+from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
+from lapwing.problem import Problem, Statistics
+from lapwing.runtime.settings import NONE, integer
+from lapwing.runtime.state import Latest, State
+from lapwing.runtime.threads import derived_generator, normal
 from lapwing.runtime.trace import Trace
-from lapwing.values.functions import differentiable_beliefs
+from lapwing.values.functions import FunctionSamples, differentiable_beliefs
 from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian
 
+# Outputs of an input (classes times tokens) above which classes are predicted from drawn functions. Variances take a
+# backward pass for each output, 32 functions in pairs 33 forward passes, so that from some dozens of outputs on the
+# functions are cheaper (``python -m benchmarks.scale_outputs``). Up to 256 the pairwise link stays nevertheless: it
+# has no sampling error and knows the covariance of every two logits. Above, it does not: see ``links.PAIRED``.
+MANY = 256
+SAMPLES = 32  # functions of a prediction, over all beliefs of a mixture
+COPIES = 3  # of the functions at some inputs: as they are computed, as they are, and what each adds to a sum
+LEAST = 2  # pairs of a belief, so that their spread gives a standard error
+SAMPLES_RULE = integer(0) | NONE
 
-class Posterior(Protocol):
-    """A fitted belief, the result of every method.
+Kept = Latest[tuple[range, ...], list[Tensor]]
+SUM = "sum over the data that others can be added to, as Full, Diagonal, Kron and KernelSpace have"
 
-    Classes inherit from it and define ``__call__``; every other member has a default.
+T = TypeVar("T", bound="Tunable")
+P = TypeVar("P", bound="Posterior")
+
+
+class Tunable:
+    """A value with hyperparameters that tuners vary. ``Posterior`` and the posterior of ``lw.inverse`` inherit from it.
+
+    A capability is a method with a default: one that a class need not have raises by default, and ``provides`` tells
+    before the call whether a class has its own.
     """
 
-    problem: Problem
+    problem: Any  # the prior under ``prior``, and ``with_precisions`` for others
     trace: Trace | None = None  # the record of the tuner, without a name if only ``fit`` had remarks
+
+    def provides(self, member: Callable[..., object]) -> bool:
+        """Return whether the class has its own version of a member, as in ``provides(Posterior.log_evidence)``."""
+        return getattr(type(self), member.__name__) is not member
+
+    def require(self, member: Callable[..., object], what: str, method: str = "") -> None:
+        """Raise unless the class provides the member; ``what`` says what it is, ``method`` is the name users know."""
+        if not self.provides(member):
+            raise self.lacks(what, method)
+
+    def lacks(self, what: str, method: str = "") -> UnsupportedError:
+        """Return the error of a member whose default raises."""
+        return UnsupportedError(f"{method or type(self).__name__} has no {what}; choose a method that has.")
+
+    @property
+    def noise(self) -> Tensor | None:
+        """The noise variances that may change without the data: (), (C,), or None if there are none to learn."""
+        return None
+
+    @property
+    def limits(self) -> tuple[Tensor, Tensor] | None:
+        """The smallest and largest logarithms of all values of the prior, flat, and of the noise after them.
+
+        Beyond them the evidence hardly changes, so that a search stays inside. None if there are no limits.
+        """
+        return None
+
+    def with_noise(self: T, noise: Tensor) -> T:
+        """Return the posterior under other noise variances, of the shape of ``noise``."""
+        raise self.lacks("noise to change")
+
+    def with_problem(self: T, problem: Any) -> T:
+        """Return the posterior under another prior or noise, without a pass over the data."""
+        raise self.lacks("prior over weights to change")
+
+    def with_prior(self: T, prior: Any) -> T:
+        """Return the posterior under another prior, which takes its scale from the curvature if it needs one."""
+        return self.with_problem(self.problem.with_prior(prior))
+
+    def with_trace(self: T, trace: Trace) -> T:
+        """Return the posterior with this record; the same one where it has no place for a record."""
+        return self
+
+    def log_evidence(self) -> Tensor:
+        """Return the log marginal likelihood, which tuners maximise and ``compare`` ranks models by."""
+        raise self.lacks("evidence")
+
+    @property
+    def evidence_error(self) -> float:
+        """The standard error of ``log_evidence``; zero unless it is an estimate."""
+        return 0.0
+
+
+class Posterior(Tunable):
+    """A fitted belief, the result of every method. Classes inherit from it and define ``__call__``."""
+
+    problem: Problem
+    statistics: Statistics  # loss and counts of the data that it was fitted to
+    theta: Tensor  # w̃, (P,); a mixture has none
     linearised: ClassVar[bool] = False  # whether it is ``Linearised``
     is_sampled: ClassVar[bool] = False  # whether evidence and γ are estimates from samples, solved for each prior
     solves_for_inputs: ClassVar[bool] = False  # whether each prediction solves systems over all data
@@ -43,7 +125,7 @@ class Posterior(Protocol):
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         """Return the belief about the outputs at x, with the covariance between inputs if joint."""
-        ...
+        raise NotImplementedError
 
     def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
         """Return the belief about some outputs at x; taken from that about all, unless a class has a cheaper way."""
@@ -88,161 +170,221 @@ class Posterior(Protocol):
         """Compute what predictions need of the data, if anything: several processes do it together."""
         return
 
-    def with_trace(self, trace: Trace) -> Posterior:
-        """Return the posterior with this record; the same one where it has no place for a record."""
-        return self
+    def updated(self: P, data: Data, generator: torch.Generator | None = None) -> P:
+        """Return the posterior of the old data and these, at the same weights w̃, prior and noise."""
+        raise self.lacks(SUM)
+
+    def state(self) -> State:
+        """Return the posterior as plain data, for a file; its class method ``from_state`` builds it again."""
+        raise UnsupportedError(
+            f"the posterior {type(self).__name__} has no file form, a method state(); fit again where it is needed."
+        )
+
+    def described(self) -> str:
+        """Return the cells of a mixture in words; nothing for other posteriors."""
+        return ""
 
     @property
-    def evidence_error(self) -> float:
-        """The standard error of ``log_evidence``; zero unless it is an estimate."""
-        return 0.0
+    def cell_count(self) -> int:
+        """The number of cells of a mixture; zero for other posteriors."""
+        return 0
+
+    def log_likelihood(self) -> Tensor:
+        """Return log p(D | theta) at the weights where the evidence is evaluated."""
+        raise self.lacks("evidence")
+
+    def gammas(self) -> Tensor:
+        """Return γ of every weight, (P,): how far the data determine it."""
+        raise self.lacks("evidence")
 
     def unseen_gamma(self) -> Tensor | None:
         """Return γ (P,) of the curvature that a bound on the evidence leaves out, or None if there is no such term."""
         return None
 
+    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
+        """Return the variance of a scalar function of the weights, or of the outputs at x."""
+        raise self.lacks("variance of functions of the weights")
 
-@runtime_checkable
-class Reweightable(Protocol):
-    """A posterior that takes a new prior or noise without a pass over the data."""
+    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw weights, (n, P), in the order of ``network.theta()``."""
+        raise self.lacks("weight samples")
 
-    problem: Problem
+    def deviations(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw weights of the tangent model as steps from their mean, (n, P)."""
+        raise self.lacks("draws of the weights of the tangent model")
 
-    def with_problem(self, problem: Problem) -> Any:
-        """Return the posterior under another prior or noise."""
-        ...
-
-    def with_prior(self, prior: BoundPrior) -> Any:
-        """Return the posterior under another prior, which takes its scale from the curvature if it needs one."""
-        return self.with_problem(self.problem.with_prior(prior))
-
-
-@runtime_checkable
-class Tunable(Reweightable, Protocol):
-    """A posterior that takes another noise without a pass over the data, and keeps the trace of its tuner."""
-
-    @property
-    def noise(self) -> Tensor | None: ...
-
-    def with_noise(self, noise: Tensor) -> Posterior: ...
-
-    def with_trace(self, trace: Trace) -> Posterior: ...
-
-
-@runtime_checkable
-class Bounded(Protocol):
-    """A posterior that knows beyond which hyperparameters its evidence hardly changes; a search stays inside."""
-
-    @property
-    def limits(self) -> tuple[Tensor, Tensor]:
-        """The smallest and largest logarithms of all values of the prior, flat, and of the noise after them."""
-        ...
-
-
-class Linearised(Posterior, Reweightable, Protocol):
-    """A belief about the weights that the Jacobian maps to outputs; another prior or noise needs no data."""
-
-    linearised: ClassVar[bool] = True
-    differentiable: ClassVar[bool] = True
+    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw functions, evaluated at x: (n, B, [T,] C). Each draw is one function at all inputs."""
+        raise self.lacks("function samples")
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return the covariance of the outputs that the Jacobian belongs to, (B, S, C, C)."""
-        ...
+        raise self.lacks("covariance for a Jacobian")
 
-    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
-        """Return the covariance between all inputs and outputs of two Jacobians, (B K, B' K'), or of one itself."""
-        ...
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        """Return the belief about some outputs at x, by backward passes for these alone."""
-        network = self.problem.network
-        if joint:
-            return FunctionGaussian.across(*draws.joint(self.cross, network, x, outputs))
-        return self.marginal(x, outputs)
-
-    def marginal(self, x: Inputs, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
-        """Return the belief about all or some outputs of each input at x, whose covariance is computed at once."""
-        network, means = self.passing, []
-
-        def parts() -> Iterator[Tensor]:
-            for _, tangent in network.tangents(x, chosen=outputs):
-                means.append(tangent.f.to(network.dtype))
-                runs = (self.covariance(jacobian) for jacobian in tangent.runs(whole_tokens=True))
-                yield gathered(runs, tangent.tokens, 1).reshape(*means[-1].shape, -1)
-
-        cov = gathered(parts(), network.count(x))
-        return FunctionGaussian(gathered(means, len(cov)), cov)
-
-    @property
-    def passing(self) -> Network:
-        """The network as a covariance passes through it: block by block where the posterior allows it."""
-        return self.problem.network
+    def covariances(self: P, jacobian: LayerJacobians, members: Sequence[P]) -> list[Tensor]:
+        """Return ``covariance(jacobian)`` of every member, posteriors with the same ``shared`` as this one."""
+        return [each.covariance(jacobian) for each in members]
 
     @property
     def shared(self) -> object:
         """What this posterior shares with those of other priors and noises: ``covariances`` takes them together."""
         return self
 
-    def covariances(self, jacobian: LayerJacobians, members: Sequence[Any]) -> list[Tensor]:
-        """Return ``covariance(jacobian)`` of every member, posteriors with the same ``shared`` as this one."""
-        return [each.covariance(jacobian) for each in members]
+    @property
+    def passing(self) -> Network:
+        """The network as a covariance passes through it: block by block where the posterior allows it."""
+        return self.problem.network
+
+    def n_stored(self) -> int | None:
+        """Return how many numbered draws there are; None if there is one for every number."""
+        return None
+
+    def numbered(self, numbers: range) -> Tensor:
+        """Return the draws with these numbers as steps from the mean of the weights, (n, P), the same at every call."""
+        raise self.lacks("draws of the weights of the tangent model")
 
 
-@runtime_checkable
-class SamplesGamma(Protocol):
-    """A posterior whose evidence and γ are estimates from samples."""
-
-    def gamma_samples(self) -> Tensor:
-        """Return γ of every weight from each sample, (K, P)."""
-        ...
-
-    def warm_started(self, problem: Problem) -> Posterior:
-        """Return the posterior of another problem, whose solves start from the present samples."""
-        ...
+def numbered_normals(numbers: range, like: Tensor) -> Tensor:
+    """Return standard normal numbers (n, P) in the form of ``like`` (P,); each row depends on its number alone."""
+    seeded = [derived_generator(torch.Generator().manual_seed(k), torch.empty(0)) for k in numbers]
+    return torch.stack([normal(tuple(like.shape), generator, like) for generator in seeded])
 
 
-@runtime_checkable
-class HasVarianceOf(Protocol):
-    """A posterior with variances of scalar functions of the weights, or of the outputs at given inputs."""
-
-    def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor: ...
-
-
-@runtime_checkable
-class HasEvidence(Protocol):
-    """A posterior with a log marginal likelihood, which tuners maximise and ``compare`` ranks models by."""
-
-    def log_evidence(self) -> Tensor: ...
+def prefers_draws(members: Sequence[Posterior], network: Network, likelihood: Likelihood, x: Inputs) -> bool:
+    """Return whether predictions at x use drawn functions of these posteriors unless the user asks otherwise."""
+    many = torch.Size(network.for_inputs(x).output_shape).numel() > MANY
+    return many and likelihood.prefers_samples and all(each.provides(Posterior.numbered) for each in members)
 
 
-@runtime_checkable
-class HasWeightSamples(Protocol):
-    """A posterior that draws weights, (n, P), in the order of ``network.theta()``."""
+def numbers_of(
+    members: Sequence[Posterior], likelihood: Likelihood, shares: Sequence[float], samples: int | None, x: Inputs
+) -> tuple[range, ...]:
+    """Return the numbers of the pairs of functions that each belief draws; no ranges where variances are computed.
 
-    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor: ...
+    Args:
+        members: The posterior of each belief.
+        likelihood: The likelihood that predicts.
+        shares: The weights of the beliefs, without that of cells that have no spread.
+        samples: The number of functions that the user asked for; zero asks for variances, None chooses.
+        x: The inputs, whose number of outputs decides.
+    """
+    drawing = [number for number, share in enumerate(shares) if share > 0]
+    count = samples
+    if samples is None:
+        network = members[0].problem.network
+        count = SAMPLES if prefers_draws([members[number] for number in drawing], network, likelihood, x) else 0
+    if not count:
+        return ()
+    if wants_slopes(x):
+        raise UnsupportedError(
+            "x requires a gradient, and this prediction is drawn from functions, which has none. Use x.detach(), "
+            "predict(x, samples=0), or functions(x)."
+        )
+    counts = dict(zip(drawing, allotted([shares[number] for number in drawing], -(-count // 2)), strict=True))
+    numbers, first = [], 0
+    for number, each in enumerate(members):
+        n = counts.get(number, 0)
+        if n and not each.provides(Posterior.numbered):
+            raise UnsupportedError(
+                f"samples is {samples}, and {type(each).__name__} has no draws of the weights of the tangent model; "
+                "expected None or 0, for the prediction that it has."
+            )
+        stored = each.n_stored() if n else None
+        if stored is not None and n > stored:
+            if samples is not None:
+                raise UnsupportedError(
+                    f"samples is {samples}, for which a posterior draws {n} pairs; it has {stored}. Ask for fewer, or "
+                    "fit with Sampled(num_samples=...) for more."
+                )
+            n = stored
+        numbers.append(range(first, first + n))
+        first += n
+    return tuple(numbers)
 
 
-@runtime_checkable
-class HasDeviations(Protocol):
-    """A posterior that draws weights of the tangent model as steps from their mean: (n, P)."""
+def allotted(shares: Sequence[float], total: int) -> list[int]:
+    """Return how many pairs each share gets: ``total`` in proportion, but two at least, or one if two are too many.
 
-    problem: Problem
+    >>> allotted([0.7, 0.28, 0.02], 16)
+    [10, 4, 2]
+    """
+    least = LEAST if total >= LEAST * len(shares) else 1
+    rest = max(0, total - least * len(shares))
+    wanted = [max(0.0, total * share / sum(shares) - least) for share in shares]
+    parts = [rest * each / (sum(wanted) or 1.0) for each in wanted]
+    counts = [least + int(part) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda i: int(parts[i]) - parts[i])
+    for i in by_remainder[: max(0, total - sum(counts))]:
+        counts[i] += 1
+    return counts
 
-    def deviations(self, n: int, generator: torch.Generator | None = None) -> Tensor: ...
+
+def drawn_beliefs(
+    members: Sequence[Posterior], x: Inputs, numbers: Sequence[range], kept: Kept
+) -> Iterator[FunctionSamples]:
+    """Yield the belief of every posterior about the outputs at x, made of the functions with these numbers.
+
+    Cost: 1 + 2 n forward passes for n pairs. Draws that fit the budget together are kept for the next call.
+    """
+    network = members[0].problem.network
+    most = max(1, temporary(network.device) // (network.selection.size * torch.finfo(network.dtype).bits // 8))
+    pairs = list(zip(members, numbers, strict=True))
+    all_steps = None
+    if sum(map(len, numbers)) <= most:
+        all_steps = kept.at(tuple(numbers), lambda: [_steps(each, part) for each, part in pairs])
+    for i, (each, part) in enumerate(pairs):
+        runs = [part[start : start + most] for start in range(0, len(part), most)] or [part]
+        drawn = (_steps(each, run) for run in runs) if all_steps is None else [all_steps[i]]
+        at_x = [outputs_along(each.problem.network, x, steps) for steps in drawn]
+        yield FunctionSamples.of(at_x[0][0], torch.cat([products for _, products in at_x]))
 
 
-@runtime_checkable
-class HasFunctionSamples(Protocol):
-    """A posterior that draws functions, evaluated at x: (n, B, [T,] C). Each draw is one function at all inputs."""
+def _steps(posterior: Posterior, numbers: range) -> Tensor:
+    """Return the draws with these numbers, (n, P); a posterior of which none is wanted need not have any."""
+    network = posterior.problem.network
+    if not len(numbers):
+        return torch.zeros(0, network.selection.size, dtype=network.dtype, device=network.device)
+    return posterior.numbered(numbers)
 
-    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor: ...
+
+def drawn_predictive(
+    members: Sequence[Posterior],
+    x: Inputs,
+    numbers: Sequence[range],
+    kept: Kept,
+    predict: Callable[[list[FunctionSamples]], Any],
+) -> Any:
+    """Return the predictive that ``predict`` makes of the beliefs of all posteriors at x.
+
+    Probabilities of classes are averaged a few inputs at a time, so that no more functions than fit the budget are in
+    memory; other predictives keep the functions.
+    """
+    parts = _by_parts(members, x, numbers, kept)
+    first = next(parts)
+    predictive = predict(first)
+    if not isinstance(predictive, SoftmaxSamples):
+        return predict([FunctionSamples.joined(each) for each in zip(first, *parts, strict=True)])
+    return AveragedClasses.joined([predictive.averaged, *(predict(beliefs).averaged for beliefs in parts)])
 
 
-def required(posterior: Any, capability: Any, what: str, method: str = "") -> Any:
-    """Return the posterior; raise if it has not this capability, with the name of the method in the message."""
-    if not isinstance(posterior, capability):
-        raise UnsupportedError(f"{method or type(posterior).__name__} has no {what}; choose a method that has.")
-    return posterior
+def _by_parts(
+    members: Sequence[Posterior], x: Inputs, numbers: Sequence[range], kept: Kept
+) -> Iterator[list[FunctionSamples]]:
+    """Yield the beliefs about a few inputs after another, as many as fit the budget with all their functions."""
+    for _, part in pieces(members[0].problem.network, x, sum(map(len, numbers))):
+        beliefs = list(drawn_beliefs(members, part, numbers, kept))
+        check_finite(beliefs[0].mean, "outputs of the network")
+        yield beliefs
+
+
+def pieces(network: Network, x: Inputs, pairs: int) -> Iterator[tuple[slice, Inputs]]:
+    """Yield runs of inputs at which so many pairs of functions fit the budget for one result."""
+    batch, outputs = network.count(x), torch.Size(network.for_inputs(x).output_shape).numel()
+    each = COPIES * (1 + pairs) * outputs * torch.finfo(network.dtype).bits // 8
+    step = max(1, temporary(network.device) // each)
+    for start in range(0, batch, step):
+        rows = slice(start, min(batch, start + step))
+        yield rows, x if step >= batch else network.take(x, rows)
 
 
 NEAR = 0.8  # share of the weights from which a network may be too small
@@ -289,19 +431,7 @@ class EffectiveParameters:
         return "\n".join([*lines, *self.findings])
 
 
-@runtime_checkable
-class HasGammas(Protocol):
-    """A posterior that knows how far the data determine each weight."""
-
-    @property
-    def problem(self) -> Problem: ...
-
-    def gammas(self) -> Tensor:
-        """Return γ of every weight, (P,)."""
-        ...
-
-
-def effective_parameters(posterior: HasGammas) -> EffectiveParameters:
+def effective_parameters(posterior: Posterior) -> EffectiveParameters:
     """Return γ of a posterior in weight space, in total and by layer.
 
     Cost: the posterior variance of every weight. Exact for the structure that the method has; an estimate for samples.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from lapwing.data.inputs import Inputs
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.networks.functionals import is_single_map, last_features
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Posterior, Reweightable
+from lapwing.posteriors.base import Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics
 from lapwing.runtime.state import SMALLEST, Array, PartOf, Real, State, saved
 from lapwing.runtime.threads import normal_rows
@@ -22,7 +22,7 @@ from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
 @saved
 @dataclass(frozen=True, eq=False)
-class PointPosterior(Posterior, Reweightable):
+class PointPosterior(Posterior):
     """All mass at w̃: the plain network with its likelihood, the baseline for everything else."""
 
     problem: Problem
@@ -67,32 +67,25 @@ def _certain(f: Tensor, joint: bool) -> FunctionGaussian:
     return FunctionGaussian(f, Deferred(none, lambda: f.new_zeros(*f.shape, f.shape[-1]), none))
 
 
-class Members(Protocol):
-    """K functions of the input."""
+class Members:
+    """K functions of the input. Classes define ``__call__`` and ``__len__``."""
+
+    together: bool = False  # whether inputs of a call must run together: drawn numbers would be others for parts of it
+    of_one_network: ClassVar[bool] = True  # whether all members have the weights of one network
 
     def __call__(self, x: Inputs) -> Tensor:
         """Return the outputs of all members, (K, B, [T,] C)."""
-        ...
+        raise NotImplementedError
 
-    def __len__(self) -> int: ...
-
-    @property
-    def together(self) -> bool:
-        """Whether all inputs of a call must run together: members that draw numbers for them would draw others."""
-        ...
-
-    @property
-    def of_one_network(self) -> bool:
-        """Whether all members have the weights of one network."""
-        ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def refuse_changed(self) -> None:
-        """Raise ``ModelError`` if a network has other weights than at the fit."""
-        ...
+        """Raise ``ModelError`` if a network has other weights than at the fit. By default there is none to change."""
 
     def state(self) -> State:
         """Return what a file needs; raise ``UnsupportedError`` if a file cannot hold the members."""
-        ...
+        raise NotImplementedError
 
 
 @saved

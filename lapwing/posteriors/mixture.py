@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,16 +16,8 @@ from lapwing.errors import FileError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.functionals import Functional
 from lapwing.networks.passes import outputs_along
-from lapwing.posteriors.base import (
-    HasDeviations,
-    HasFunctionSamples,
-    HasVarianceOf,
-    HasWeightSamples,
-    Posterior,
-    required,
-)
-from lapwing.posteriors.draws import drawn_predictive, numbers_of
-from lapwing.posteriors.weight_space import SUM, Updatable, beliefs_at, remarked
+from lapwing.posteriors.base import SUM, Posterior, drawn_predictive, numbers_of
+from lapwing.posteriors.weight_space import beliefs_at, remarked
 from lapwing.predictives.base import Mixable
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.state import (
@@ -134,12 +126,12 @@ class MixturePosterior(Posterior):
         return all(base.differentiable for base in self.bases)
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> Statistics:  # type: ignore[override]
         """Loss and counts of the data that the posterior was fitted to."""
-        return self.base.statistics  # type: ignore[attr-defined, no-any-return]
+        return self.base.statistics
 
     @cached_property
-    def members(self) -> tuple[Any, ...]:
+    def members(self) -> tuple[Posterior, ...]:
         """The posterior of each belief."""
         return tuple(member(self.bases, belief) for belief in self.beliefs)
 
@@ -152,8 +144,9 @@ class MixturePosterior(Posterior):
 
     def updated(self, data: Data, generator: torch.Generator | None = None) -> MixturePosterior:
         """Return the mixture with the data added to every posterior; precisions and weights of the cells stay."""
-        bases = [required(base, Updatable, SUM) for base in self.bases]
-        new = tuple(base.updated(data, generator) for base in bases)
+        for base in self.bases:
+            base.require(Posterior.updated, SUM)
+        new = tuple(base.updated(data, generator) for base in self.bases)
         return replace(self, bases=new, trace=remarked(self.trace, new[0].statistics.data - self.statistics.data))
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
@@ -199,6 +192,10 @@ class MixturePosterior(Posterior):
                 lambda: covs().add_(_weighted(shares, map(outer, gaps))),
             ),
         )
+
+    @property
+    def cell_count(self) -> int:
+        return len(self.cells)
 
     def described(self) -> str:
         """Return the cells in words: precisions or scales of the covariance, and the plain network, with weights."""
@@ -284,26 +281,26 @@ class MixturePosterior(Posterior):
         centre = lambda each: beliefs_at([each], x)[0].mean
         return self._drawn(
             n, generator, lambda each, count: each.function_samples(x, count, generator),
-            centre, centre(self._all_with(HasFunctionSamples, "function samples")[0]),
+            centre, centre(self._all_with(Posterior.function_samples, "function samples")[0]),
         )  # fmt: skip
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights, (n, P); each draws its cell first."""
         return self._drawn(
             n, generator, lambda each, count: each.weight_samples(count, generator),
-            lambda each: each.theta, self._all_with(HasWeightSamples, "weight samples")[0].theta,
+            lambda each: each.theta, self._all_with(Posterior.weight_samples, "weight samples")[0].theta,
         )  # fmt: skip
 
     @property
     def _one_tangent_model(self) -> bool:
         """Whether all beliefs are about the weights of the same tangent model."""
         networks = {id(each.problem.network) for each in self.members}
-        return len(networks) == 1 and all(isinstance(each, HasDeviations) for each in self.members)
+        return len(networks) == 1 and all(each.provides(Posterior.deviations) for each in self.members)
 
-    def _all_with(self, capability: Any, what: str) -> tuple[Any, ...]:
-        """Return the posterior of each belief; raise if a base has not this capability."""
+    def _all_with(self, capability: Callable[..., Tensor], what: str) -> tuple[Posterior, ...]:
+        """Return the posterior of each belief; raise if a base does not provide this member."""
         for base in self.bases:
-            required(base, capability, what)
+            base.require(capability, what)
         return self.members
 
     def _drawn(self, n: int, generator: torch.Generator | None, draws: Any, centre: Any, like: Tensor) -> Tensor:
@@ -328,7 +325,7 @@ class MixturePosterior(Posterior):
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Return the variance of a scalar function of the weights, or of the outputs at x: Σ w of the cells'."""
-        members = self._all_with(HasVarianceOf, "variance of functions of the weights")
+        members = self._all_with(Posterior.variance_of, "variance of functions of the weights")
         pairs = zip(self._spreads.tolist(), members, strict=True)
         return torch.as_tensor(sum(spread * each.variance_of(function, x) for spread, each in pairs))
 
@@ -342,7 +339,7 @@ class MixturePosterior(Posterior):
         shared = all(belief.precisions is None for belief in self.beliefs)
         if not shared and self.base.is_sampled:  # samples in a file belong to one prior
             return self._separate.state()
-        parts = {f"base{i}": base.state() for i, base in enumerate(self.bases)}  # type: ignore[attr-defined]
+        parts = {f"base{i}": base.state() for i, base in enumerate(self.bases)}
         tensors = {"weights": self.weights}
         for i, base in enumerate(self.bases):
             tensors[f"precisions{i}"] = base.problem.prior.values
@@ -388,7 +385,7 @@ class MixturePosterior(Posterior):
         if tuple(names) != tuple(type(base).__name__ for base in self.bases) or "MixturePosterior" in names:
             raise FileError(f"a mixture has the posteriors {names!r:.80}; expected those of its parts, and no mixture")
         if any(
-            belief.precisions is not None and not hasattr(self.bases[belief.base], "with_problem")
+            belief.precisions is not None and not self.bases[belief.base].provides(Posterior.with_problem)
             for belief in self.beliefs
         ):
             raise FileError("a belief of the mixture has its own prior, which its posterior cannot take")
@@ -415,7 +412,7 @@ def _weighted(weights: Tensor, parts: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def member(bases: Sequence[Any], belief: Belief) -> Any:
+def member(bases: Sequence[Posterior], belief: Belief) -> Posterior:
     """Return the posterior of a belief."""
     base = bases[belief.base]
     if belief.precisions is None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.passes import outputs_along
-from lapwing.posteriors.base import Linearised, Posterior
+from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.members import PointPosterior, spread
-from lapwing.posteriors.weight_space import Mode
+from lapwing.posteriors.weight_space import Linearised, Mode
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
 from lapwing.runtime.settings import integer
@@ -32,14 +32,20 @@ from lapwing.runtime.trace import TRACE, Trace, trace_settings
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
 
-class Solver(Protocol):
+class Solver:
     """A solver for samples of a posterior, its log-determinant and γ, for any prior and noise."""
 
-    def solved(self, problem: Problem, start: Tensor | None = None) -> Solution: ...
+    def solved(self, problem: Problem, start: Tensor | None = None) -> Solution:
+        """Return the samples around zero, (K, P), by solves that begin at ``start``."""
+        raise NotImplementedError
 
-    def logdet(self, problem: Problem) -> Logdet: ...
+    def logdet(self, problem: Problem) -> Logdet:
+        """Return the log-determinant of Λ A⁻¹."""
+        raise NotImplementedError
 
-    def gamma(self, problem: Problem, samples: Tensor) -> Tensor: ...
+    def gamma(self, problem: Problem, samples: Tensor) -> Tensor:
+        """Return γ of every weight from each sample, (K, P)."""
+        raise NotImplementedError
 
 
 @saved
@@ -232,7 +238,7 @@ class SampledPosterior(Linearised):
 
 
 @dataclass(frozen=True, eq=False)
-class StoredSamples:
+class StoredSamples(Solver):
     """Samples from a file. Without data they are valid only for the prior and noise they were solved for."""
 
     precision: Tensor  # of every weight, (P,)
@@ -257,7 +263,7 @@ class StoredSamples:
             raise UnsupportedError("samples from a file belong to the prior and noise they were saved with; fit again.")
 
 
-class WeightDraws(Protocol):
+class WeightDraws:
     """The network under ``count`` draws of its weights; draw k has the seed ``seed + k`` at all inputs.
 
     Classes inherit from it and define ``drawn``. Draws are not kept but made again for every call.
@@ -269,7 +275,7 @@ class WeightDraws(Protocol):
 
     def drawn(self, generator: torch.Generator | None) -> Tensor:
         """Draw a step from w̃, (P,)."""
-        ...
+        raise NotImplementedError
 
     def __call__(self, x: Inputs) -> Tensor:
         """Return the outputs of all draws, (K, B, [T,] C)."""
@@ -284,7 +290,7 @@ class WeightDraws(Protocol):
         return self.drawn(derived_generator(torch.Generator().manual_seed(self.seed + k), torch.empty(0)))
 
 
-class Drawn(Posterior, Protocol):
+class Drawn(Posterior):
     """f(x) ~ N(mean of the draws, covariance of the draws). A prediction costs one forward pass for each draw."""
 
     problem: Problem

@@ -13,7 +13,7 @@ from lapwing.data.inputs import Inputs
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import HasFunctionSamples, Posterior, required
+from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.state import State
@@ -53,7 +53,7 @@ class NetworksPosterior(Posterior):
         return self.mixture.problem
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> Statistics:  # type: ignore[override]
         """Loss and counts of the data, of the first network."""
         return self.mixture.statistics
 
@@ -80,7 +80,7 @@ class NetworksPosterior(Posterior):
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n functions, (n, B, [T,] C); each draws its network first."""
         for base in self.mixture.bases:
-            required(base, HasFunctionSamples, "function samples")
+            base.require(Posterior.function_samples, "function samples")
         return self._unchanged().function_samples(x, n, generator)
 
     def plain(self) -> Posterior:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,13 +27,11 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.networks.functionals import Functional, weight_slope
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import LayerJacobians, temporary
 from lapwing.networks.network import Network
 from lapwing.networks.passes import outputs_along
 from lapwing.networks.tangent import Tangent
-from lapwing.posteriors import draws
-from lapwing.posteriors.base import Linearised
-from lapwing.posteriors.draws import numbered_normals
+from lapwing.posteriors.base import Posterior, numbered_normals
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
 from lapwing.runtime.memory import PIECE, budget, evenly, gathered
@@ -43,7 +42,6 @@ from lapwing.runtime.trace import TRACE, Trace, trace_settings
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
 M = TypeVar("M", bound=type)
-SUM = "sum over the data that others can be added to, as Full, Diagonal, Kron and KernelSpace have"
 Sums = tuple[Curvature | PerOutputCurvature, Statistics, Estimate | None]
 
 
@@ -97,15 +95,6 @@ class SummedBy:
         return _METHODS[fields.pop("name")](**fields)
 
 
-@runtime_checkable
-class Updatable(Protocol):
-    """A posterior that takes more data."""
-
-    def updated(self, data: Data, generator: torch.Generator | None = None) -> Any:
-        """Return the posterior of the old data and these, at the same weights w̃, prior and noise."""
-        ...
-
-
 def with_more(posterior: WeightPosterior, data: Data, generator: torch.Generator | None) -> WeightPosterior:
     """Return the posterior with the sums over these data added to its own."""
     method = posterior.method
@@ -150,6 +139,139 @@ def _pooled(posterior: WeightPosterior, estimate: Estimate | None, count: float)
     total = posterior.statistics.data + count
     error = sum((each.error * n / total) ** 2 for each, n in both) ** 0.5
     return Estimate(max(each.draws for each, _ in both), error)
+
+
+Cross = Callable[[LayerJacobians, LayerJacobians | None], Tensor]  # covariance between the outputs of two Jacobians
+Piece = tuple[slice, slice]  # samples, and outputs of each of them
+
+
+def output_variances(precision: Precision, tangent: Tangent, centred: bool = False) -> Tensor:
+    """Return the variances of the outputs, in their shape; ``centred`` takes the mean over outputs off first.
+
+    Cost: one backward pass for each output, however many runs they take.
+    """
+    parts = (precision.quadratic(jacobian, False).flatten(1) for jacobian in tangent.runs(centred))
+    return gathered(parts, torch.Size(tangent.shape).numel(), 1).unflatten(1, tangent.shape)
+
+
+def token_covariances(precision: Precision, tangent: Tangent) -> Tensor:
+    """Return the covariance of the outputs of each datum, (B, [T,] C, C).
+
+    Cost: one backward pass for each output; where the outputs of one datum take R runs, R / 2 times as many.
+    """
+    network, batch, outputs = tangent.network, len(tangent.raw), tangent.shape[-1]
+    pieces = list(network.footprint.seed_runs(outputs, batch, network.dtype, network.device))
+    if len(pieces) == 1:
+        runs = tangent.runs(whole_tokens=True)
+        cov = gathered((precision.quadratic(jacobian, True) for jacobian in runs), tangent.tokens, 1)
+    else:  # two runs are in memory at once
+        tangent = replace(tangent, network=network.gathering)
+        pieces = list(network.footprint.seed_runs(outputs, 2 * batch, network.dtype, network.device))
+        each = (_of_token(precision, tangent, token * outputs, pieces) for token in range(tangent.tokens))
+        cov = gathered(each, tangent.tokens, 1)
+    return cov.reshape(batch, *tangent.shape, outputs)
+
+
+def _of_token(precision: Precision, tangent: Tangent, start: int, pieces: list[slice]) -> Tensor:
+    """Return the covariance (B, 1, C, C) of the outputs of one datum, whose first has this number, from its runs."""
+    batch, outputs = len(tangent.raw), pieces[-1].stop
+    total = torch.empty(batch, outputs, outputs, dtype=tangent.network.dtype, device=tangent.raw.device)
+    seeds = lambda run: tangent.seeds(slice(start + run.start, start + run.stop))
+    for number, here in enumerate(pieces):
+        rows = tangent.jacobians(seeds(here))
+        total[:, here, here] = precision.quadratic(rows, True)[:, 0]
+        for there in pieces[number + 1 :]:
+            columns = tangent.jacobians(seeds(there))
+            block = _spread(precision.cross(rows, columns), rows, columns).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+            total[:, here, there] = block
+            total[:, there, here] = block.mT
+    return total.unsqueeze(1)
+
+
+def joint_covariance(
+    cross: Cross, network: Network, x: Inputs, chosen: ChosenOutputs | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return all or some outputs (B, [T,] C), and the covariance between them at all inputs, (B [T] C, B [T] C).
+
+    Cost: one backward pass for each output; where inputs and outputs take R pieces, R / 2 times as many.
+    """
+    f, pieces = outputs_in_pieces(network, x, chosen)
+    if len(pieces) == 1:
+        return f, cross(replace(network.linearise(x), chosen=chosen).jacobians(), None)
+    count, size = len(f), f[0].numel()
+    total = f.new_empty(count, size, count, size)
+    for number in range(len(pieces)):
+        others = jacobian_pieces(network, x, pieces[number:], chosen)
+        here, rows = next(others)
+        total[here[0], here[1], here[0], here[1]] = _spread(cross(rows, None), rows, rows)
+        for there, columns in others:
+            block = _spread(cross(rows, columns), rows, columns)
+            total[here[0], here[1], there[0], there[1]] = block
+            total[there[0], there[1], here[0], here[1]] = block.permute(2, 3, 0, 1)
+    return f, total.flatten(2).flatten(0, 1)
+
+
+def outputs_in_pieces(network: Network, x: Inputs, chosen: ChosenOutputs | None) -> tuple[Tensor, list[Piece]]:
+    """Return all or some outputs at x, and pieces of them; the Jacobians of two pieces fit the byte budget together."""
+    network = network.for_inputs(x)
+    f = network(x).to(network.dtype)
+    f = f if chosen is None else chosen.of(f)
+    size, options = f[0].numel(), (network.dtype, network.device)
+    rows = math.isqrt(temporary(network.device) // (3 * f.element_size()))  # their covariance is a piece as well
+    chunks = list(network.footprint.largest(len(f), 2 * size, *options, max(1, rows // size)))
+    longest = chunks[0].stop - chunks[0].start
+    most = network.footprint.at_once(2 * longest, *options)
+    runs = list(evenly(size, min(most, max(1, rows // longest))))
+    return f, [(chunk, run) for chunk in chunks for run in runs]
+
+
+def jacobian_pieces(
+    network: Network, x: Inputs, pieces: list[Piece], chosen: ChosenOutputs | None
+) -> Iterator[tuple[Piece, LayerJacobians]]:
+    """Yield the Jacobian of each piece; a chunk of samples runs once for all pieces of it in a row."""
+    chunk: slice | None = None
+    for piece in pieces:
+        if piece[0] != chunk:
+            chunk = piece[0]
+            some = None if chosen is None else chosen.samples(chunk)
+            tangent = replace(network.linearise(network.take(x, chunk)), chosen=some)
+        yield piece, tangent.jacobians(tangent.seeds(piece[1]))
+
+
+def _spread(block: Tensor, rows: LayerJacobians, columns: LayerJacobians) -> Tensor:
+    """Return (B K, B' K') as (B, K, B', K')."""
+    return block.reshape(rows.batch, rows.outputs, columns.batch, columns.outputs)
+
+
+class Linearised(Posterior):
+    """A belief about the weights that the Jacobian maps to outputs; another prior or noise needs no data."""
+
+    linearised: ClassVar[bool] = True
+    differentiable: ClassVar[bool] = True
+
+    def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
+        """Return the covariance between all inputs and outputs of two Jacobians, (B K, B' K'), or of one itself."""
+        raise NotImplementedError
+
+    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
+        """Return the belief about some outputs at x, by backward passes for these alone."""
+        network = self.problem.network
+        if joint:
+            return FunctionGaussian.across(*joint_covariance(self.cross, network, x, outputs))
+        return self.marginal(x, outputs)
+
+    def marginal(self, x: Inputs, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
+        """Return the belief about all or some outputs of each input at x, whose covariance is computed at once."""
+        network, means = self.passing, []
+
+        def parts() -> Iterator[Tensor]:
+            for _, tangent in network.tangents(x, chosen=outputs):
+                means.append(tangent.f.to(network.dtype))
+                runs = (self.covariance(jacobian) for jacobian in tangent.runs(whole_tokens=True))
+                yield gathered(runs, tangent.tokens, 1).reshape(*means[-1].shape, -1)
+
+        cov = gathered(parts(), network.count(x))
+        return FunctionGaussian(gathered(means, len(cov)), cov)
 
 
 ROUNDED = 1e-2  # condition number times the squared rounding unit, above which a variance may be 1 % off
@@ -270,7 +392,7 @@ class WeightPosterior(Linearised):
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         network = self.problem.network
         if joint:
-            return FunctionGaussian.across(*draws.joint(self.precision.cross, network, x))
+            return FunctionGaussian.across(*joint_covariance(self.precision.cross, network, x))
         if network.output_shape[-1] <= WIDE:
             return FunctionGaussian(*self._quadratic(x, full=True))
         return FunctionGaussian(network(x).to(network.dtype), self._deferred(x))
@@ -299,9 +421,9 @@ class WeightPosterior(Linearised):
             for _, tangent in network.tangents(x, chosen=outputs):
                 means.append(tangent.f.to(network.dtype))
                 if full:
-                    yield draws.covariances(self.precision, tangent)
+                    yield token_covariances(self.precision, tangent)
                 else:
-                    yield draws.variances(self.precision, tangent, centred)
+                    yield output_variances(self.precision, tangent, centred)
 
         cov = gathered(parts(), network.count(x))
         return gathered(means, len(cov)), cov
@@ -454,9 +576,6 @@ class WeightPosterior(Linearised):
         most = int(PIECE * budget(self.theta.device)) // (4 * self.theta.nbytes)
         return evenly(n, most)
 
-    def n_stored(self) -> None:
-        return None
-
     def numbered(self, numbers: range) -> Tensor:
         return self._mapped(numbered_normals(numbers, self.theta))
 
@@ -507,7 +626,7 @@ class WeightPosterior(Linearised):
         return cls(problem, **fields, mode=mode, estimate=estimate)
 
 
-def beliefs_at(members: Sequence[Any], x: Inputs, outputs: ChosenOutputs | None = None) -> list[FunctionGaussian]:
+def beliefs_at(members: Sequence[Posterior], x: Inputs, outputs: ChosenOutputs | None = None) -> list[FunctionGaussian]:
     """Return the belief of every posterior about all or some outputs at x, by one pass of each network.
 
     With many outputs each posterior passes by itself, so that no (B, C, C) covariance need be built.
@@ -521,7 +640,7 @@ def beliefs_at(members: Sequence[Any], x: Inputs, outputs: ChosenOutputs | None 
     return [beliefs[number] for number in range(len(members))]
 
 
-def _of_one_network(members: Sequence[Any], x: Inputs, outputs: ChosenOutputs | None) -> list[FunctionGaussian]:
+def _of_one_network(members: Sequence[Posterior], x: Inputs, outputs: ChosenOutputs | None) -> list[FunctionGaussian]:
     """Return the belief of every posterior, all of the same network."""
     network = members[0].problem.network
     alone = lambda each: each(x) if outputs is None else each.chosen(x, outputs)
@@ -543,7 +662,7 @@ def _of_one_network(members: Sequence[Any], x: Inputs, outputs: ChosenOutputs | 
     return [FunctionGaussian(mean, next(covs)) if each.linearised else alone(each) for each in members]
 
 
-def member_covariances(members: Sequence[Any], tangent: Tangent) -> Tensor:
+def member_covariances(members: Sequence[Posterior], tangent: Tangent) -> Tensor:
     """Return the covariance of the wanted outputs under every posterior, (K, B, [T,] C, C), from one Jacobian of them.
 
     Where the outputs of all tokens do not fit the byte budget, tokens are taken in runs.

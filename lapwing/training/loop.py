@@ -20,7 +20,7 @@ from lapwing.likelihoods.base import Likelihood, weighted_count, weighted_loss
 from lapwing.methods.base import refuse_processes
 from lapwing.networks.forward import raw_output, shaped
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Tunable
+from lapwing.posteriors.base import Posterior
 from lapwing.problem import Problem, data_count
 from lapwing.runtime.threads import ProgressBar, Stream
 from lapwing.training.recipe import Recipe, packed, unpacked
@@ -238,7 +238,7 @@ class _Trainer:
         posterior = self.recipe.method.fit(problem, self.data, torch.Generator().manual_seed(self.recipe.seed))
         if self.update is None:
             return posterior
-        if not isinstance(posterior, Tunable):
+        if not posterior.provides(Posterior.with_noise):
             raise UnsupportedError(f"{self.recipe.method!r} has no evidence to train with; use Kron() or Full().")
         if self.noise is not None:
             posterior = posterior.with_noise(self.noise)  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from lapwing.errors import DataError, DivergedError, UnsupportedError
 from lapwing.linalg.dense import cholesky
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Bounded, HasEvidence, Posterior, Reweightable, Tunable
+from lapwing.posteriors.base import Tunable
 from lapwing.priors.base import prior_kernel, starting_precisions
 from lapwing.problem import Problem
 from lapwing.runtime.settings import DATA, FLAG, FUNCTION, NONE, POSITIVE, Rule, integer, is_data, require, seen
@@ -128,7 +128,7 @@ class Search:
         cls, posterior: Any, noise: bool, tuner: str, score: str = "log evidence", hyperprior: Hyperprior | None = None
     ) -> Search:
         """Return the search, with the noise only if the likelihood learns it; raise if there is no evidence."""
-        if not isinstance(posterior, HasEvidence) or not isinstance(posterior, Tunable):
+        if not (posterior.provides(Tunable.log_evidence) and posterior.provides(Tunable.with_noise)):
             raise UnsupportedError(
                 f"{type(posterior).__name__} has no evidence to maximise; give the prior, or use a method that has one."
             )
@@ -151,9 +151,10 @@ class Search:
 
     def inside(self, x: Tensor) -> Tensor:
         """Return x within the limits of the posterior, if it has some."""
-        if not isinstance(self.posterior, Bounded):
+        limits = self.posterior.limits
+        if limits is None:
             return x
-        low, high = (limit[: len(x)].to(x) for limit in self.posterior.limits)
+        low, high = (limit[: len(x)].to(x) for limit in limits)
         return x.clamp(low, high)
 
     def at(self, x: Tensor) -> Any:
@@ -226,16 +227,16 @@ class Search:
 def start_near_optimum(posterior: Any) -> Any:
     """Return the posterior with precisions near the optimum of the evidence; unchanged if its prior is fixed."""
     problem, statistics = posterior.problem, posterior.statistics
-    if not isinstance(posterior, Reweightable):
+    if not posterior.provides(Tunable.with_problem):
         return posterior
     values = starting_precisions(problem.prior, problem.network.theta(), statistics.data * statistics.outputs)
     return posterior.with_problem(problem.with_precisions(values))
 
 
-def in_range(precisions: Collection[float], posterior: Posterior) -> bool:
+def in_range(precisions: Collection[float], posterior: Tunable) -> bool:
     """Return whether the evidence can have an optimum at these hyperparameters of the prior."""
     problem = posterior.problem
-    return isinstance(posterior, Bounded) or problem.prior.in_range(precisions, problem.network.theta())
+    return posterior.limits is not None or problem.prior.in_range(precisions, problem.network.theta())
 
 
 def minimise(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.data.batches import Data
 from lapwing.errors import DivergedError, UnsupportedError
-from lapwing.posteriors.base import SamplesGamma, effective_parameters
+from lapwing.posteriors.base import effective_parameters
 from lapwing.posteriors.weight_space import Mode
 from lapwing.problem import Problem
 from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, integer, one_of, require
@@ -214,7 +214,7 @@ class SampleEM:
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior at the fixed point."""
-        if not isinstance(posterior, SamplesGamma):
+        if not posterior.is_sampled:
             raise UnsupportedError(f"{type(posterior).__name__} has no samples; use method=Sampled().")
         given: Any = posterior
         base = given.problem.network.shifted(None).theta().double()

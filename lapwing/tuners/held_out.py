@@ -16,8 +16,7 @@ from lapwing.data.inputs import Inputs
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.jacobians import temporary
-from lapwing.posteriors.base import HasEvidence
-from lapwing.posteriors.draws import Kept, drawn_beliefs, pieces
+from lapwing.posteriors.base import Kept, Posterior, drawn_beliefs, pieces
 from lapwing.problem import Problem, sample_count
 from lapwing.runtime.settings import DATA, FLAG, POSITIVE_VALUES, Rule, integer, require
 from lapwing.runtime.trace import Step, Trace
@@ -90,7 +89,7 @@ class Grid:
         if self.data != EVIDENCE:
             scores = held_out_scores(candidates, self.data, self.metric).mean(0)
             return _best_of(candidates, scores, int(scores.argmin()), Trace("Grid", "held-out metric"))
-        if not isinstance(posterior, HasEvidence):
+        if not posterior.provides(Posterior.log_evidence):
             raise UnsupportedError(f"{type(posterior).__name__} has no evidence; give held-out data: Grid(data).")
         with torch.no_grad():  # of copies, whose cached factorisations are freed with them
             evidences = torch.stack([replace(candidate).log_evidence() for candidate in candidates])

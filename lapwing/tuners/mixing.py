@@ -16,8 +16,7 @@ from lapwing.data.processes import ALONE, Processes
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood, spread
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import HasGammas
-from lapwing.posteriors.draws import Kept, drawn_beliefs, pieces, prefers_draws
+from lapwing.posteriors.base import Kept, Posterior, drawn_beliefs, pieces, prefers_draws
 from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior, member
 from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.predictives.base import log_density
@@ -251,8 +250,8 @@ def counted_scores(grid: CellGrid, data: Data, limit: int | None = None) -> tupl
     rows: list[Tensor] = []
     count = 0
     members = [member(grid.bases, belief) for belief in grid.beliefs]
-    for each in () if data.processes.alone else members:
-        each.prepare()  # not at the first batch: a process may have none
+    for one in () if data.processes.alone else members:
+        one.prepare()  # not at the first batch: a process may have none
     network, likelihood = grid.bases[0].problem.network, grid.bases[0].problem.likelihood
     wide = [members[i] for i in {cell.belief for cell in grid.cells if cell.scale > 0}]
     kept = Kept()
@@ -405,7 +404,7 @@ def with_bias_noticed(posterior: Any, data: Data) -> Any:
 def _explained(posterior: Any) -> float:
     """Return the loss of training likelihood for each datum that the effective number of parameters explains."""
     count = max(1, posterior.statistics.data)
-    gamma = float(posterior.gammas().sum()) if isinstance(posterior, HasGammas) else count
+    gamma = float(posterior.gammas().sum()) if posterior.provides(Posterior.gammas) else count
     return 0.5 * math.log1p(min(gamma, count) / count)
 
 

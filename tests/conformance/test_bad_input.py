@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.posteriors.base import HasFunctionSamples
+from lapwing.posteriors.base import Posterior
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.conformance.declared import SMALL, small_method
@@ -161,7 +161,7 @@ def test_new_inputs_that_are_not_finite(method: str) -> None:
 
     def run() -> None:
         for what, ask in ASK.items():
-            has = what != "function_samples" or isinstance(posterior.posterior, HasFunctionSamples)
+            has = what != "function_samples" or posterior.posterior.provides(Posterior.function_samples)
             error = lw.errors.DataError if has else lw.errors.UnsupportedError
             with pytest.raises(error, match=message if has else "has no function samples"):
                 ask(posterior, spoiled(X, math.nan))

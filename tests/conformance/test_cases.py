@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.posteriors.base import HasEvidence, HasFunctionSamples
+from lapwing.posteriors.base import Posterior
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, cast
 from tests.conformance.declared import LAWFUL, exact_entries, lawful_entries, power
@@ -56,7 +56,7 @@ def test_exact_methods_have_the_covariance_of_the_dense_ggn(case: Case, method: 
     size = belief.mean.numel()
     assert joint.cov.shape == (*belief.mean.shape, *belief.mean.shape)
     assert_close(joint.cov.reshape(size, size), dense.joint_covariance(jac, covariance), power(entry))
-    if isinstance(posterior.posterior, HasEvidence):
+    if posterior.posterior.provides(Posterior.log_evidence):
         theta = posterior.network.theta()
         logdet = torch.logdet(ggn / PRECISION + torch.eye(len(ggn), dtype=D))
         expected = -posterior.posterior.statistics.loss - 0.5 * (PRECISION * theta @ theta + logdet)
@@ -132,7 +132,7 @@ def test_float32_agrees_with_float64(name: str, entry: str) -> None:
     belief, expected = narrow.functions(inputs), exact.functions(cast(inputs, D))
     assert belief.cov.dtype == torch.float32
     assert_close(belief.cov, expected.cov, 0.5)
-    if isinstance(narrow.posterior, HasEvidence):
+    if narrow.posterior.provides(Posterior.log_evidence):
         assert_close(narrow.log_evidence(), exact.log_evidence(), 0.5, dtype=torch.float32)
 
 
@@ -155,7 +155,7 @@ def test_bfloat16_runs_and_is_near(name: str, entry: str) -> None:
     spread, wanted = narrow.functions(inputs).std, exact.functions(cast(inputs, torch.float32)).std
     if not plain:
         assert_close(spread, wanted, dtype=torch.bfloat16)
-    if isinstance(narrow.posterior, HasFunctionSamples):
+    if narrow.posterior.provides(Posterior.function_samples):
         draws = narrow.function_samples(inputs, 3, torch.Generator().manual_seed(1))
         assert draws.shape == (3, 4, *case.outputs)
         assert bool(torch.isfinite(draws).all())

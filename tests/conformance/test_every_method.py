@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods.base import SelectsWeights
-from lapwing.posteriors.base import HasFunctionSamples, HasWeightSamples
+from lapwing.posteriors.base import Posterior
 from lapwing.registry import METHODS
 from tests import problems
 from tests.cases import BY_NAME, CASES
@@ -72,12 +72,12 @@ def everything(posterior: lw.Fitted, x: Any, generator: torch.Generator) -> list
     """Ask a posterior for all that it has, and check that it refuses the rest."""
     belief, joint = posterior.functions(x), posterior.functions(x, joint=True)
     results = [belief.mean, belief.cov, belief.std, joint.cov, posterior.predict(x).probs]
-    if isinstance(posterior.base, HasFunctionSamples):
+    if posterior.base.provides(Posterior.function_samples):
         results.append(posterior.function_samples(x, 2, generator))
     else:
         with pytest.raises(lw.errors.UnsupportedError, match="has no function samples"):
             posterior.function_samples(x, 2, generator)
-    if isinstance(posterior.base, HasWeightSamples):
+    if posterior.base.provides(Posterior.weight_samples):
         results += [posterior.weight_samples(2, generator), posterior.network_samples(x, 2, generator)]
     else:
         with pytest.raises(lw.errors.UnsupportedError, match="has no weight samples"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods.base import Exactness
-from lapwing.posteriors.base import HasEvidence, HasFunctionSamples, HasWeightSamples
+from lapwing.posteriors.base import Posterior
 from tests import problems
 from tests.cases import BY_NAME, Case
 from tests.conformance.declared import LAWFUL, lawful_entries, power
@@ -64,7 +64,7 @@ def same(one: lw.Fitted, two: lw.Fitted, inputs: Any, near: float = EXACT) -> No
 
 def has_evidence(posterior: lw.Fitted) -> bool:
     """Return whether there is an evidence; without one, check that asking for it is refused."""
-    if isinstance(posterior.posterior, HasEvidence):
+    if posterior.posterior.provides(Posterior.log_evidence):
         return True
     with pytest.raises(lw.errors.UnsupportedError, match="has no evidence"):
         posterior.log_evidence()
@@ -73,7 +73,9 @@ def has_evidence(posterior: lw.Fitted) -> bool:
 
 def has_samples(posterior: lw.Fitted, inputs: Any) -> bool:
     """Return whether weights and functions can be drawn; otherwise check that asking for them is refused."""
-    if isinstance(posterior.posterior, HasWeightSamples) and isinstance(posterior.posterior, HasFunctionSamples):
+    if posterior.posterior.provides(Posterior.weight_samples) and posterior.posterior.provides(
+        Posterior.function_samples
+    ):
         return True
     with pytest.raises(lw.errors.UnsupportedError, match="has no weight samples"):
         posterior.weight_samples(2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods.base import Exactness
-from lapwing.posteriors.base import HasEvidence, HasFunctionSamples, HasWeightSamples
+from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.weight_space import WeightPosterior
 from tests import problems
 from tests.conformance.declared import exact_entries, power
@@ -170,10 +170,10 @@ def test_belief_about_outputs_and_weights(kind: str, method: str, noise: str, pr
 
 def refused_samples(posterior: lw.Fitted, s: Setting) -> None:
     """Check that a posterior without samples says so."""
-    if not isinstance(posterior.posterior, HasWeightSamples):
+    if not posterior.posterior.provides(Posterior.weight_samples):
         with pytest.raises(lw.errors.UnsupportedError, match="has no weight samples"):
             posterior.weight_samples(2)
-    if not isinstance(posterior.posterior, HasFunctionSamples):
+    if not posterior.posterior.provides(Posterior.function_samples):
         with pytest.raises(lw.errors.UnsupportedError, match="has no function samples"):
             posterior.function_samples(s.new, 2)
 
@@ -186,10 +186,10 @@ def test_weight_samples_have_the_posterior_moments(kind: str, method: str, gener
     n = 3000  # the standard error of a variance is 1/39 of it
     theta = torch.cat([s.head.weight.detach().reshape(-1), s.head.bias.detach()])
     exact = s.exact(torch.full((P,), 0.625, dtype=D), NOISES["one"][1])
-    if isinstance(posterior.posterior, HasWeightSamples):
+    if posterior.posterior.provides(Posterior.weight_samples):
         gap = posterior.weight_samples(n, generator) - theta
         assert_within(gap[:, :, None] * gap[:, None, :], exact.covariance)
-    if isinstance(posterior.posterior, HasFunctionSamples):
+    if posterior.posterior.provides(Posterior.function_samples):
         gap = (posterior.function_samples(s.new, n, generator) - s.model(s.new).detach()).flatten(1)
         assert_within(gap[:, :, None] * gap[:, None, :], s.design_new @ exact.covariance @ s.design_new.T)
 
@@ -205,7 +205,7 @@ def test_log_evidence_at_the_optimum_is_the_marginal_likelihood(kind: str, metho
     exact = s.exact(PRIORS[prior].precision, NOISES[noise][1], centre)
     s.move_to(exact.mean)
     posterior = fitted(s, method, noise, prior, centre)
-    if isinstance(posterior.posterior, HasEvidence):
+    if posterior.posterior.provides(Posterior.log_evidence):
         assert_close(posterior.log_evidence(), exact.log_evidence)
     else:
         with pytest.raises(lw.errors.UnsupportedError, match="has no evidence"):

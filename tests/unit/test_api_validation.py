@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.posteriors.base import HasFunctionSamples, HasWeightSamples, Linearised
+from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from tests.conformance.declared import SMALL, small_method
 from tests.tolerances import assert_close
@@ -159,13 +159,13 @@ def test_functions_and_samples(kind: str, setting: str) -> None:
     assert bool(torch.isfinite(belief.std).all())
     assert_close(posterior.functions(x, joint=True).marginal.cov, belief.cov, 0.5)
     seeded = lambda: torch.Generator().manual_seed(3)
-    if isinstance(posterior.base, HasFunctionSamples):
+    if posterior.base.provides(Posterior.function_samples):
         draws = posterior.function_samples(x, 2, seeded())
         assert draws.shape == (2, 4, size)
         assert torch.equal(draws, posterior.function_samples(x, 2, seeded()))
     else:
         assert refuses(lambda: posterior.function_samples(x, 2))
-    if isinstance(posterior.base, HasWeightSamples):
+    if posterior.base.provides(Posterior.weight_samples):
         assert posterior.weight_samples(2, seeded()).shape == (2, posterior.network.selection.size)
     else:
         assert refuses(lambda: posterior.weight_samples(2))
@@ -217,7 +217,7 @@ def test_every_method_can_be_guarded_without_validation_data(setting: str) -> No
     plain = lw.fit(net, (x, y), kind, method=lw.baselines.MapOnly())
     p, q = (posterior.predict(x).log_prob(y).exp() for posterior in (guarded, plain))
     assert float((1 - p / q).clamp_min(0).mean()) <= 0.005 * 1.001
-    varied = "precision" if isinstance(guarded.base, Linearised) else "covariance ×"
+    varied = "precision" if guarded.base.linearised else "covariance ×"
     assert f"{varied} " in guarded.posterior.described()
     assert guarded.trace is not None
     assert guarded.trace.scores["mixture"] < guarded.trace.scores["plain network"] + 0.01

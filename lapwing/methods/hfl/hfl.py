@@ -40,8 +40,8 @@ from lapwing.methods.hfl.response import (
 from lapwing.networks.forward import outside_inference
 from lapwing.networks.functionals import Functional, output_slope, scalar, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.posteriors.base import Linearised, Posterior
-from lapwing.posteriors.draws import jacobian_pieces, outputs_in_pieces
+from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.weight_space import Linearised, jacobian_pieces, outputs_in_pieces
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 from lapwing.runtime.memory import PIECE, gathered, runs
 from lapwing.runtime.settings import DATA, NONE, POSITIVE, HasSettings, Rule, integer, is_data, is_real, one_of, setting

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.networks.tangent import Tangent
-from lapwing.posteriors import draws
-from lapwing.posteriors.draws import HasNumberedDraws, allotted, numbers_of
+from lapwing.posteriors import base as posteriors
+from lapwing.posteriors.base import Posterior, allotted, numbers_of
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.predictives.labels import AveragedClasses, SoftmaxPredictive, SoftmaxSamples
 from lapwing.values.functions import FunctionSamples
@@ -77,7 +77,7 @@ def test_pairs_are_allotted_in_proportion(shares: list[float], total: int) -> No
 def test_draws_depend_on_their_number_alone_and_have_the_covariance(method: Any) -> None:
     posterior, _ = fitted("classification", FEW, method)
     base = posterior.posterior
-    assert isinstance(base, HasNumberedDraws)
+    assert base.provides(Posterior.numbered)
     some = base.numbered(range(3, 9))
     assert_close(base.numbered(range(5, 6)), some[2:3])
     square = lambda weights: weights["2.bias"][1]
@@ -172,7 +172,7 @@ def test_predictions_do_not_depend_on_batches_memory_or_the_call(mixed: bool, mo
     parts = AveragedClasses.joined([posterior.predict(part) for part in x.split(4)])
     assert_close(parts.log_probs, whole.log_probs)
     size = 8 * posterior.network.selection.size
-    monkeypatch.setattr(draws, "temporary", lambda device: 3 * size)  # three draws, and some inputs
+    monkeypatch.setattr(posteriors, "temporary", lambda device: 3 * size)  # three draws, and some inputs
     fresh = replace(posterior, posterior=replace(posterior.posterior))
     small = fresh.predict(x)
     for name in ("log_probs", "standard_error", "aleatoric"):
@@ -218,7 +218,7 @@ def test_other_predictives_take_the_covariance_of_the_functions(kind: str, monke
     assert_close(many.predict(x[:2]).mean, many.predict(x[:2], samples=0).mean)
     size = 8 * many.network.selection.size
     whole = many.predict(x, samples=16)
-    monkeypatch.setattr(draws, "temporary", lambda device: size)
+    monkeypatch.setattr(posteriors, "temporary", lambda device: size)
     assert_close(many.predict(x, samples=16).epistemic, whole.epistemic)
 
 

@@ -90,7 +90,8 @@ def precisions(method: str, prior: str, matrix: Tensor) -> Tensor:
         for index, value in zip(where.values(), (0.3, 2.0, 0.7), strict=True):
             diagonal[index] = value
         return diagonal
-    fixed = given(prior).precision
+    chosen = given(prior)
+    fixed = chosen.precisions if prior in ("by_input", "diagonal") else chosen.precision
     return fixed if isinstance(fixed, Tensor) else torch.full((P,), fixed, dtype=D)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.data.batches import Data
 from lapwing.networks.tangent import Tangent
-from lapwing.posteriors import draws
+from lapwing.posteriors import base as posteriors
 from lapwing.posteriors.mixture import MixturePosterior, member
 from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
 from lapwing.tuners import mixing as cells
@@ -30,7 +30,7 @@ RATIOS, TEMPERATURES = (0.1, 10.0), (0.5, 1.0, 2.0)
 @pytest.fixture(autouse=True)
 def forty_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threshold itself is for speed; dense references need few classes."""
-    monkeypatch.setattr(draws, "MANY", CLASSES - 1)
+    monkeypatch.setattr(posteriors, "MANY", CLASSES - 1)
 
 
 @cache
@@ -76,7 +76,7 @@ def test_cells_are_scored_by_the_same_draws(tokens: bool, fit_in: int, monkeypat
     posterior = lw.fit(net, data, "classification", method=lw.Kron(curvature="fisher_mc"), prior=1.0).posterior
     grid = grid_of(posterior, RATIOS, TEMPERATURES)
     expected = scores_written_out(grid, x, y)
-    monkeypatch.setattr(draws, "temporary", lambda device: fit_in)  # whole, or in pieces of a few rows
+    monkeypatch.setattr(posteriors, "temporary", lambda device: fit_in)  # whole, or in pieces of a few rows
     no_jacobians(monkeypatch)
     assert_close(log_scores(grid, Data((x, y), torch.device("cpu"))), expected)
 
@@ -152,7 +152,7 @@ def test_scores_by_functions_are_near_those_by_variances(monkeypatch: pytest.Mon
     grid = grid_of(posterior, (1.0, 10.0), TEMPERATURES)
     read = lambda: log_scores(grid, Data((x, y), torch.device("cpu"))).mean(0)
     drawn = read()
-    monkeypatch.setattr(draws, "MANY", 10**9)
+    monkeypatch.setattr(posteriors, "MANY", 10**9)
     exact = read()
     plain = exact[grid.scales == 0]
     assert float((exact[: len(plain)] - plain).abs().max()) > 1e-3  # error bars matter
