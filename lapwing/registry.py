@@ -39,7 +39,7 @@ from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.selection import AllWeights, Weights
 from lapwing.priors import Isotropic
 from lapwing.priors.base import Prior
-from lapwing.runtime.settings import FLAG, Rule, integer, is_real, refuse_other_settings
+from lapwing.runtime.settings import FLAG, HasSettings, Rule, integer, is_real, refuse_other_settings, setting
 
 METHODS = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
@@ -65,8 +65,11 @@ class Choice:
     why: str
 
 
+LIMIT = Rule("a positive number", lambda v: is_real(v) and v > 0)  # infinity is no limit
+
+
 @dataclass(frozen=True)
-class Auto:
+class Auto(HasSettings):
     """The choice of a method by its cost: exact if affordable, else samples of the exact posterior, else Kronecker.
 
     For classes, logits with a softmax or sigmoid, it is Kronecker at once: there exact posteriors cost tens of times
@@ -91,18 +94,10 @@ class Auto:
     'Full: 500 weights, 10000 rows (data times outputs); 0.0037 GiB and about 0.13 s, exact'
     """
 
-    memory: float = 4 * 2**30
-    seconds: float = 60.0
-    num_samples: int = 64
-    gpu: bool = False
-
-    def __post_init__(self) -> None:
-        if not all(is_real(value) and value > 0 for value in (self.memory, self.seconds)):
-            raise UnsupportedError(
-                f"memory is {self.memory!r:.80} and seconds {self.seconds!r:.80}; expected positive numbers."
-            )
-        integer().check("num_samples", self.num_samples)
-        FLAG.check("gpu", self.gpu)
+    memory: float = setting(4 * 2**30, LIMIT)
+    seconds: float = setting(60.0, LIMIT)
+    num_samples: int = setting(64, integer())
+    gpu: bool = setting(False, FLAG)
 
     def choose(
         self, weights: int, rows: int, single: bool = False, tuned: bool = False, workload: Workload | None = None,

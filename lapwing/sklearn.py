@@ -30,7 +30,6 @@ from lapwing.runtime.settings import (
     is_integer,
     is_real,
     one_of,
-    require,
 )
 from lapwing.runtime.threads import EarlyStopping
 
@@ -163,6 +162,12 @@ FACTORY = Rule(
     lambda v: callable(v) and not isinstance(v, nn.Module),
 )
 
+SETTINGS = {
+    "hidden_layer_sizes": SIZES, "module": FACTORY | NONE, "learning_rate_init": POSITIVE,
+    "alpha": Rule("a number that is not negative", lambda v: is_real(v) and v >= 0), "max_iter": integer(),
+    "batch_size": integer() | NONE, "n_iter_no_change": integer(), "validation_fraction": PROBABILITY,
+}  # fmt: skip
+
 
 class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
     """The part that both estimators share: the settings, the split of the rows, training, and the posterior."""
@@ -200,11 +205,8 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _check_settings(self) -> None:
         """Raise unless the settings are as expected: scikit-learn wants this in ``fit``, not in the constructor."""
-        require(
-            self, hidden_layer_sizes=SIZES, module=FACTORY | NONE, learning_rate_init=POSITIVE,
-            alpha=Rule("a number that is not negative", lambda v: is_real(v) and v >= 0), max_iter=integer(1),
-            batch_size=integer(1) | NONE, n_iter_no_change=integer(1), validation_fraction=PROBABILITY,
-        )  # fmt: skip
+        for name, rule in SETTINGS.items():
+            rule.check(name, getattr(self, name))
 
     def _rows(self, x: Any, **settings: Any) -> Any:
         """Return the inputs, and targets if there are any, as scikit-learn checks them; images only for a module."""

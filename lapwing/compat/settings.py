@@ -28,7 +28,19 @@ from lapwing.networks.last_layer import last_layer
 from lapwing.networks.selection import Selection, Weights, all_weights, named, subnetwork
 from lapwing.priors import DiagonalPrior, Isotropic
 from lapwing.priors.base import Prior
-from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, Rule, integer, is_real, nearest, one_of, require
+from lapwing.runtime.settings import (
+    DATA,
+    FLAG,
+    NONE,
+    POSITIVE,
+    HasSettings,
+    Rule,
+    integer,
+    is_real,
+    nearest,
+    one_of,
+    setting,
+)
 from lapwing.runtime.threads import ProgressBar
 
 
@@ -115,31 +127,31 @@ CURVATURES = {"ggn": "ggn", "ef": "empirical", "hessian": "hessian"}  # by the e
 
 
 @dataclass(frozen=True, eq=False)
-class Settings:
+class Settings(HasSettings):
     """Everything that laplace-torch's constructor takes besides model, likelihood, weights and structure."""
 
-    sigma_noise: Any = 1.0
-    prior_precision: Any = 1.0
-    prior_mean: Any = 0.0
-    temperature: Any = 1.0
-    enable_backprop: bool = False
+    sigma_noise: Any = setting(1.0, NUMBER_OR_TENSOR)
+    prior_precision: Any = setting(1.0, NUMBER_OR_TENSOR)
+    prior_mean: Any = setting(0.0, NUMBER_OR_TENSOR)
+    temperature: Any = setting(1.0, POSITIVE)
+    enable_backprop: bool = setting(False, FLAG)
     dict_key_x: str = "input_ids"
     dict_key_y: str = "labels"
     backend: Any = None
     backend_kwargs: Any = None
-    asdl_fisher_kwargs: Any = None
-    feature_reduction: Any = None
+    asdl_fisher_kwargs: Any = setting(None, NOT_USED)
+    feature_reduction: Any = setting(None, NOT_USED)
     last_layer_name: str | None = None
-    damping: bool = False
+    damping: bool = setting(False, FLAG)
     subnetwork_indices: Tensor | None = None
     functional_approximation: Any = "sod"
-    n_subset: int | None = None
+    n_subset: int | None = setting(None, integer() | NONE)
     independent_outputs: bool = False
     seed: int = 0
-    subsample_size: int | None = None
-    n_eigenvalues: int | None = None
+    subsample_size: int | None = setting(None, integer() | NONE)
+    n_eigenvalues: int | None = setting(None, integer() | NONE)
     inducing_locations: Any = "kmeans"
-    num_inducing: int | None = None
+    num_inducing: int | None = setting(None, integer() | NONE)
     alpha: float = 1.0
 
     @classmethod
@@ -152,12 +164,7 @@ class Settings:
         return cls(**arguments)
 
     def __post_init__(self) -> None:
-        require(
-            self, sigma_noise=NUMBER_OR_TENSOR, prior_precision=NUMBER_OR_TENSOR, prior_mean=NUMBER_OR_TENSOR,
-            temperature=POSITIVE, enable_backprop=FLAG, damping=FLAG, asdl_fisher_kwargs=NOT_USED,
-            feature_reduction=NOT_USED, n_subset=integer(1) | NONE, num_inducing=integer(1) | NONE,
-            subsample_size=integer(1) | NONE, n_eigenvalues=integer(1) | NONE,
-        )  # fmt: skip
+        super().__post_init__()
         if self.damping:
             raise UnsupportedError(
                 "damping is True; expected False. In laplace-torch 0.3 it has no effect; the prior precision is the "
@@ -257,30 +264,26 @@ LOSS = Rule(
 
 
 @dataclass(frozen=True, eq=False)
-class SearchOptions:
+class SearchOptions(HasSettings):
     """The arguments of ``optimize_prior_precision`` besides ``pred_type`` and ``method``."""
 
-    n_steps: int = 100
-    lr: float = 1e-1
+    n_steps: int = setting(100, integer())
+    lr: float = setting(1e-1, POSITIVE)
     init_prior_prec: Any = 1.0
     prior_structure: Any = "scalar"
-    val_loader: Any = None
-    loss: Any = None
-    log_prior_prec_min: float = -4
-    log_prior_prec_max: float = 4
-    grid_size: int = 100
+    val_loader: Any = setting(None, DATA | NONE)
+    loss: Any = setting(None, LOSS)
+    log_prior_prec_min: float = setting(-4, NUMBER)
+    log_prior_prec_max: float = setting(4, NUMBER)
+    grid_size: int = setting(100, integer())
     link_approx: Any = "probit"
-    n_samples: int = 100
+    n_samples: int = setting(100, integer())
     verbose: bool = False
-    progress_bar: bool = False
-    log_prior_prec_base: float = 10.0
+    progress_bar: bool = setting(False, FLAG)
+    log_prior_prec_base: float = setting(10.0, POSITIVE)
 
     def __post_init__(self) -> None:
-        require(
-            self, n_steps=integer(1), lr=POSITIVE, val_loader=DATA | NONE, log_prior_prec_min=NUMBER,
-            log_prior_prec_max=NUMBER, grid_size=integer(1), n_samples=integer(1), progress_bar=FLAG,
-            log_prior_prec_base=POSITIVE, loss=LOSS,
-        )  # fmt: skip
+        super().__post_init__()
         option("prior_structure", self.prior_structure, PriorStructure)
         option("link_approx", self.link_approx, LinkApprox)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.runtime.settings import FUNCTION, Rule, integer, require, seen
+from lapwing.runtime.settings import FUNCTION, HasSettings, Rule, integer, required, seen
 from lapwing.runtime.threads import normal, quiet
 
 Product = Callable[[Tensor], Tensor]  # rows (K, P) -> rows (K, P), each row independent of the others
@@ -205,7 +205,7 @@ def _times(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class OperatorDesign:
+class OperatorDesign(HasSettings):
     """A design matrix X (rows, size) given by two functions that multiply by X and by Xᵀ. Vectors are rows.
 
     Args:
@@ -221,22 +221,12 @@ class OperatorDesign:
     tensor([[ 3.,  7., 11.]], dtype=torch.float64)
     """
 
-    rows: int
-    size: int
-    forward: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor], Tensor]
-    like: Tensor
+    rows: int = required(integer())
+    size: int = required(integer())
+    forward: Callable[[Tensor], Tensor] = required(FUNCTION)
+    back: Callable[[Tensor], Tensor] = required(FUNCTION)
+    like: Tensor = required(Rule("a tensor", lambda v: isinstance(v, Tensor), DataError))
     streamed: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        require(
-            self,
-            rows=integer(),
-            size=integer(),
-            forward=FUNCTION,
-            back=FUNCTION,
-            like=Rule("a tensor", lambda v: isinstance(v, Tensor), DataError),
-        )
 
     def __iter__(self) -> Iterator[DesignRows]:
         yield OperatorPart(self.rows, lambda v: self.forward(v.to(self.like)), lambda u: self.back(u.to(self.like)))

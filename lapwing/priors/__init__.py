@@ -16,7 +16,7 @@ from torch import Tensor
 from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.networks.selection import Selection
 from lapwing.priors.base import BoundPrior, Precisions, Prior, bind
-from lapwing.runtime.settings import POSITIVE, Rule
+from lapwing.runtime.settings import POSITIVE, HasSettings, Rule, setting
 from lapwing.runtime.state import saved
 
 __all__ = [
@@ -263,7 +263,7 @@ BLOCKS = Rule("a mapping from regular expressions to names of blocks, or None", 
 
 
 @dataclass(frozen=True)
-class FilterGP(Prior):
+class FilterGP(HasSettings, Prior):
     """A prior whose filters are smooth: a Gaussian process over the taps of each convolution kernel.
 
     For every pair of channels the taps w of a kernel are N(0, σ² K) with K = exp(-distance / ℓ) + 1e-6 δ (Matérn-½ over
@@ -289,15 +289,10 @@ class FilterGP(Prior):
     0.3
     """
 
-    variance: float = 1.0
-    length_scale: float = 0.5
-    blocks: Mapping[str, str] | None = None
+    variance: float = setting(1.0, POSITIVE)
+    length_scale: float = setting(0.5, POSITIVE)
+    blocks: Mapping[str, str] | None = setting(None, BLOCKS)
     mean: float | Tensor = field(default=0.0, init=False)
-
-    def __post_init__(self) -> None:
-        POSITIVE.check("variance", self.variance)
-        POSITIVE.check("length_scale", self.length_scale)
-        BLOCKS.check("blocks", self.blocks)
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
         raise UnsupportedError(

@@ -76,6 +76,7 @@ class Rule:
 
 
 NONE = Rule("None", lambda v: v is None)
+EMPTY = Rule("an empty tuple", lambda v: isinstance(v, tuple | list) and not v)
 FLAG = Rule("True or False", lambda v: isinstance(v, bool))
 POSITIVE = Rule("a positive, finite number", lambda v: is_real(v) and 0 < v < math.inf)
 BELOW_ONE = Rule("a number of at least 0 and below 1", lambda v: is_real(v) and 0 <= v < 1)

@@ -12,13 +12,24 @@ from torch import Tensor, nn
 
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.methods.base import Method
+from lapwing.methods.base import METHOD, Method
 from lapwing.methods.full import Full
 from lapwing.methods.kron import Kron
 from lapwing.methods.map_only import MapOnly
 from lapwing.priors import Isotropic, PerLayer
 from lapwing.priors.base import BoundPrior, Prior
-from lapwing.runtime.settings import FLAG, FUNCTION, NONE, POSITIVE, Rule, integer, one_of, require
+from lapwing.runtime.settings import (
+    FLAG,
+    FUNCTION,
+    NONE,
+    POSITIVE,
+    HasSettings,
+    Rule,
+    integer,
+    one_of,
+    required,
+    setting,
+)
 from lapwing.runtime.state import SMALLEST, Array, Either, Field, Maybe, Real, State, Unread, Whole, on_device
 from lapwing.tuners.base import Ascend, Tuner
 from lapwing.tuners.fixed_point import FixedPoint
@@ -141,8 +152,12 @@ def unpacked(name: str, state: State, parameters: Sequence[nn.Parameter]) -> dic
     return states
 
 
+PRIOR = Rule("an object such as lw.per_layer()", lambda v: isinstance(v, Prior) and not isinstance(v, type | nn.Module))
+TUNER = Rule("a tuner, such as lw.tuners.Ascend()", FUNCTION.holds)
+
+
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class Recipe(HasSettings):
     """The settings of ``train``: train on the regularised loss, and update prior and noise after some of the epochs.
 
     The loss has the prior's penalty of the weights, divided by the number of data. An update fits a posterior by
@@ -172,36 +187,22 @@ class Recipe:
     [4, 7, 9]
     """
 
-    epochs: int
-    method: Method
-    prior: Prior
-    update: Tuner | None
-    burn_in: int = 0
-    frequency: int = 1
-    optimiser: str = "adam"
-    rate: float = 1e-3
-    last_rate: float = 1e-6
-    keep_best: bool = True
-    seed: int = 0
+    epochs: int = required(integer())
+    method: Method = required(METHOD)
+    prior: Prior = required(PRIOR)
+    update: Tuner | None = required(TUNER | NONE)
+    burn_in: int = setting(0, integer(0))
+    frequency: int = setting(1, integer())
+    optimiser: str = setting("adam", one_of(OPTIMISERS))
+    rate: float = setting(1e-3, POSITIVE)
+    last_rate: float = setting(1e-6, POSITIVE)
+    keep_best: bool = setting(True, FLAG)
+    seed: int = setting(0, integer(0))
 
     def __post_init__(self) -> None:
-        instance = lambda kind: lambda v: isinstance(v, kind) and not isinstance(v, type | nn.Module)
-        require(
-            self,
-            method=Rule("an object such as lw.Kron()", instance(Method)),
-            prior=Rule("an object such as lw.per_layer()", instance(Prior)),
-            update=Rule("a tuner, such as lw.tuners.Ascend()", FUNCTION.holds) | NONE,
-        )
-        require(self, optimiser=one_of(OPTIMISERS))
-        integer().check("epochs", self.epochs)
-        integer().check("frequency", self.frequency)
-        integer(0).check("burn_in", self.burn_in)
-        POSITIVE.check("rate", self.rate)
-        POSITIVE.check("last_rate", self.last_rate)
+        super().__post_init__()
         if self.last_rate > self.rate:
             raise UnsupportedError(f"rate is {self.rate} and last_rate {self.last_rate}; expected 0 < last <= first.")
-        FLAG.check("keep_best", self.keep_best)
-        integer(0).check("seed", self.seed)
 
     @property
     def full_batch(self) -> bool:

@@ -23,7 +23,19 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.base import Tunable
 from lapwing.priors.base import prior_kernel, starting_precisions
 from lapwing.problem import Problem
-from lapwing.runtime.settings import DATA, FLAG, FUNCTION, NONE, POSITIVE, Rule, integer, is_data, require, seen
+from lapwing.runtime.settings import (
+    DATA,
+    FLAG,
+    FUNCTION,
+    NONE,
+    POSITIVE,
+    HasSettings,
+    Rule,
+    integer,
+    is_data,
+    seen,
+    setting,
+)
 from lapwing.runtime.trace import Step, Trace
 
 
@@ -265,7 +277,7 @@ def minimise(
 
 
 @dataclass(frozen=True)
-class MaximiseEvidence:
+class MaximiseEvidence(HasSettings):
     """A tuner that maximises the log evidence over the prior's precisions and, if asked, the noise.
 
     In log-precisions the evidence is concave for a fixed noise, so L-BFGS finds its only optimum. ``posterior.trace``
@@ -295,16 +307,10 @@ class MaximiseEvidence:
     True
     """
 
-    noise: bool = False
-    max_steps: int = 60
-    tolerance: float = 1e-5
-    hyperprior: Hyperprior | None = None
-
-    def __post_init__(self) -> None:
-        FLAG.check("noise", self.noise)
-        integer().check("max_steps", self.max_steps)
-        POSITIVE.check("tolerance", self.tolerance)
-        HYPERPRIOR.check("hyperprior", self.hyperprior)
+    noise: bool = setting(False, FLAG)
+    max_steps: int = setting(60, integer())
+    tolerance: float = setting(1e-5, POSITIVE)
+    hyperprior: Hyperprior | None = setting(None, HYPERPRIOR)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior at the optimum of the evidence."""
@@ -328,7 +334,7 @@ class MaximiseEvidence:
 
 
 @dataclass(frozen=True)
-class Ascend:
+class Ascend(HasSettings):
     """A tuner that takes a fixed number of Adam steps on the log evidence, in log-precisions and log-noise.
 
     These are the hyper-steps of Immer et al. 2021. While the weights still change, it does not pay to find the
@@ -353,16 +359,10 @@ class Ascend:
     6
     """
 
-    steps: int = 100
-    rate: float = 0.1
-    noise: bool = True
-    hyperprior: Hyperprior | None = None
-
-    def __post_init__(self) -> None:
-        integer(0).check("steps", self.steps)
-        POSITIVE.check("rate", self.rate)
-        FLAG.check("noise", self.noise)
-        HYPERPRIOR.check("hyperprior", self.hyperprior)
+    steps: int = setting(100, integer(0))
+    rate: float = setting(0.1, POSITIVE)
+    noise: bool = setting(True, FLAG)
+    hyperprior: Hyperprior | None = setting(None, HYPERPRIOR)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior after the last step."""
@@ -467,7 +467,7 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
 
 
 @dataclass(frozen=True, eq=False)
-class MaximiseBound:
+class MaximiseBound(HasSettings):
     """A tuner that maximises ``evidence_bound`` by gradient steps on single blocks of data.
 
     A block's term times the number of blocks is an unbiased estimate of the bound, whatever the sizes of the blocks,
@@ -495,18 +495,11 @@ class MaximiseBound:
     20
     """
 
-    data: Iterable[Any] | Data | None = None
-    block: int = 32
-    steps: int = 300
-    rate: float = 0.1
-    noise: bool = False
-
-    def __post_init__(self) -> None:
-        require(self, data=DATA | NONE)
-        integer().check("block", self.block)
-        integer().check("steps", self.steps)
-        POSITIVE.check("rate", self.rate)
-        FLAG.check("noise", self.noise)
+    data: Iterable[Any] | Data | None = setting(None, DATA | NONE)
+    block: int = setting(32, integer())
+    steps: int = setting(300, integer())
+    rate: float = setting(0.1, POSITIVE)
+    noise: bool = setting(False, FLAG)
 
     def with_data(self, data: Data) -> MaximiseBound:
         """Return the tuner with these data, or unchanged if it has data."""

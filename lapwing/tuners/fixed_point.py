@@ -15,7 +15,7 @@ from lapwing.errors import DivergedError, UnsupportedError
 from lapwing.posteriors.base import effective_parameters
 from lapwing.posteriors.weight_space import Mode
 from lapwing.problem import Problem
-from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, integer, one_of, require
+from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, HasSettings, integer, one_of, setting
 from lapwing.runtime.trace import NOT_CONVERGED, Step, Trace
 from lapwing.tangent import tangent_model
 from lapwing.tuners.base import Search, in_range, required_data
@@ -26,7 +26,7 @@ MODES = ("tangent", "network")
 
 
 @dataclass(frozen=True)
-class FixedPoint:
+class FixedPoint(HasSettings):
     r"""A tuner that iterates MacKay's updates, group by group, until they converge.
 
     $$ \alpha_d = \gamma_d / \|\tilde w_d\|^2, \qquad \phi = \mathrm{SSE} / (N C - \gamma) $$
@@ -57,14 +57,9 @@ class FixedPoint:
     True
     """
 
-    noise: bool = True
-    max_steps: int = 200
-    tolerance: float = 1e-6
-
-    def __post_init__(self) -> None:
-        FLAG.check("noise", self.noise)
-        integer().check("max_steps", self.max_steps)
-        POSITIVE.check("tolerance", self.tolerance)
+    noise: bool = setting(True, FLAG)
+    max_steps: int = setting(200, integer())
+    tolerance: float = setting(1e-6, POSITIVE)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior at the fixed point."""
@@ -155,7 +150,7 @@ def _noise_update(squares: Tensor, gamma: Tensor, count: int, noise: Tensor) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class SampleEM:
+class SampleEM(HasSettings):
     r"""A tuner that iterates MacKay's updates with γ from function-space samples (Antorán et al. 2023).
 
     $$ \gamma_d = \tfrac1K \sum_j z_{jd}^\top (G z_j)_d / \phi, \qquad \alpha_d = \gamma_d / \|\theta_{*d}\|^2,
@@ -194,19 +189,12 @@ class SampleEM:
     'SampleEM'
     """
 
-    data: Iterable[Any] | Data | None = None
-    mode: str = "tangent"
-    noise: bool = False
-    max_steps: int = 50
-    tolerance: float = 1e-3
-    solver_tolerance: float = 1e-4
-
-    def __post_init__(self) -> None:
-        require(self, mode=one_of(MODES), data=DATA | NONE)
-        FLAG.check("noise", self.noise)
-        integer().check("max_steps", self.max_steps)
-        POSITIVE.check("tolerance", self.tolerance)
-        POSITIVE.check("solver_tolerance", self.solver_tolerance)
+    data: Iterable[Any] | Data | None = setting(None, DATA | NONE)
+    mode: str = setting("tangent", one_of(MODES))
+    noise: bool = setting(False, FLAG)
+    max_steps: int = setting(50, integer())
+    tolerance: float = setting(1e-3, POSITIVE)
+    solver_tolerance: float = setting(1e-4, POSITIVE)
 
     def with_data(self, data: Data) -> SampleEM:
         """Return the tuner with these data, or unchanged if it has data."""

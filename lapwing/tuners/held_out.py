@@ -18,7 +18,7 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.jacobians import temporary
 from lapwing.posteriors.base import Kept, Posterior, drawn_beliefs, pieces
 from lapwing.problem import Problem, sample_count
-from lapwing.runtime.settings import DATA, FLAG, POSITIVE_VALUES, Rule, integer, require
+from lapwing.runtime.settings import DATA, FLAG, POSITIVE_VALUES, HasSettings, Rule, integer, required, setting
 from lapwing.runtime.trace import Step, Trace
 from lapwing.tuners.mixing import drawn_numbers
 from lapwing.values.functions import FunctionSamples
@@ -42,7 +42,7 @@ def nll(predictive: Any, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class Grid(HasSettings):
     """A tuner that takes the best of several precisions, by a metric on held-out data or by the evidence.
 
     Every value is tried for all weights at once; a prior with groups keeps the ratios between them.
@@ -70,18 +70,14 @@ class Grid:
     3
     """
 
-    data: Iterable[Any] | Data = EVIDENCE
-    precisions: Sequence[float] = PRECISIONS
-    metric: Metric = nll
+    data: Iterable[Any] | Data = setting(EVIDENCE, DATA | Rule(repr(EVIDENCE), lambda v: v == EVIDENCE))
+    precisions: Sequence[float] = setting(PRECISIONS, POSITIVE_VALUES)
+    metric: Metric = setting(nll, METRIC)
 
     @property
     def holds_out(self) -> bool:
         """Whether there are held-out data."""
         return self.data != EVIDENCE
-
-    def __post_init__(self) -> None:
-        evidence = Rule(f"{EVIDENCE!r}", lambda v: v == EVIDENCE)
-        require(self, data=DATA | evidence, precisions=POSITIVE_VALUES, metric=METRIC)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior under the best precision."""
@@ -97,7 +93,7 @@ class Grid:
 
 
 @dataclass(frozen=True, eq=False)
-class CrossValidated:
+class CrossValidated(HasSettings):
     """A tuner that takes the precision with the best mean of a metric over folds of held-out data.
 
     The network was trained on none of these data, so each fold scores it fairly.
@@ -124,17 +120,13 @@ class CrossValidated:
     True
     """
 
-    data: Iterable[Any] | Data
-    precisions: Sequence[float] = PRECISIONS
-    metric: Metric = nll
-    folds: int = 5
-    one_error: bool = False
+    data: Iterable[Any] | Data = required(DATA)
+    precisions: Sequence[float] = setting(PRECISIONS, POSITIVE_VALUES)
+    metric: Metric = setting(nll, METRIC)
+    folds: int = setting(5, integer(2))
+    one_error: bool = setting(False, FLAG)
 
     holds_out: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        require(self, data=DATA, precisions=POSITIVE_VALUES, metric=METRIC, one_error=FLAG)
-        integer(2).check("folds", self.folds)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior under the best precision."""
@@ -156,7 +148,7 @@ class CrossValidated:
 
 
 @dataclass(frozen=True, eq=False)
-class Temperature:
+class Temperature(HasSettings):
     """A tuner that takes the temperature φ of a tempered posterior, Λ = H/φ + A, with the best held-out metric.
 
     Below one the data count more than once (a cold posterior), above one less. For a Gaussian likelihood φ is the
@@ -182,14 +174,11 @@ class Temperature:
     True
     """
 
-    data: Iterable[Any] | Data
-    temperatures: Sequence[float] = TEMPERATURES
-    metric: Metric = nll
+    data: Iterable[Any] | Data = required(DATA)
+    temperatures: Sequence[float] = setting(TEMPERATURES, POSITIVE_VALUES)
+    metric: Metric = setting(nll, METRIC)
 
     holds_out: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        require(self, data=DATA, temperatures=POSITIVE_VALUES, metric=METRIC)
 
     def __call__(self, posterior: Any) -> Any:
         """Return the posterior under the best temperature."""

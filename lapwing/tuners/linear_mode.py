@@ -16,11 +16,11 @@ from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.krylov import conjugate_gradients
 from lapwing.linalg.operators import Product
-from lapwing.methods.base import Method
+from lapwing.methods.base import METHOD, Method
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors.base import group_starting_precisions
 from lapwing.problem import Problem
-from lapwing.runtime.settings import DATA, NONE, POSITIVE, Rule, integer, one_of, require
+from lapwing.runtime.settings import DATA, NONE, POSITIVE, HasSettings, integer, one_of, setting
 from lapwing.runtime.trace import Step, Trace
 from lapwing.tangent import TangentModel, tangent_model
 from lapwing.tuners.base import LARGEST_SLOPE, Search, minimise, required_data
@@ -110,7 +110,7 @@ class ModeSolver:
 
 
 @dataclass(frozen=True, eq=False)
-class LinearMode:
+class LinearMode(HasSettings):
     r"""A tuner that maximises the evidence at θ*, the optimum of the tangent model's regularised loss.
 
     $$ \theta_* = \arg\min_\theta \tfrac1\phi \sum_n \mathrm{loss}(h(\theta, x_n), y_n)
@@ -152,21 +152,13 @@ class LinearMode:
     'LinearMode'
     """
 
-    data: Iterable[Any] | Data | None = None
-    mean: str = "network"
-    refit: Method | None = None
-    rounds: int = 3
-    max_steps: int = 40
-    tolerance: float = 1e-5
-    solver_tolerance: float = 1e-8
-
-    def __post_init__(self) -> None:
-        method = Rule("a method such as lw.Full()", lambda v: isinstance(v, Method) and not isinstance(v, type))
-        require(self, mean=one_of(MEANS), data=DATA | NONE, refit=method | NONE)
-        integer().check("rounds", self.rounds)
-        integer().check("max_steps", self.max_steps)
-        POSITIVE.check("tolerance", self.tolerance)
-        POSITIVE.check("solver_tolerance", self.solver_tolerance)
+    data: Iterable[Any] | Data | None = setting(None, DATA | NONE)
+    mean: str = setting("network", one_of(MEANS))
+    refit: Method | None = setting(None, METHOD | NONE)
+    rounds: int = setting(3, integer())
+    max_steps: int = setting(40, integer())
+    tolerance: float = setting(1e-5, POSITIVE)
+    solver_tolerance: float = setting(1e-8, POSITIVE)
 
     def with_data(self, data: Data) -> LinearMode:
         """Return the tuner with these data, or unchanged if it has data."""

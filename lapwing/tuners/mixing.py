@@ -22,7 +22,18 @@ from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.predictives.base import log_density
 from lapwing.problem import checked_targets, named_targets
 from lapwing.runtime.memory import fitting, runs
-from lapwing.runtime.settings import DATA, NONE, POSITIVE, POSITIVE_VALUES, Rule, integer, require
+from lapwing.runtime.settings import (
+    DATA,
+    EMPTY,
+    NONE,
+    POSITIVE,
+    POSITIVE_VALUES,
+    HasSettings,
+    Rule,
+    integer,
+    required,
+    setting,
+)
 from lapwing.runtime.threads import warn_caller
 from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import required_data
@@ -415,7 +426,7 @@ EDGE = 0.1  # weight of the first or last value of a grid from which it is worth
 
 
 @dataclass(frozen=True, eq=False)
-class Integrate:
+class Integrate(HasSettings):
     """A tuner that integrates over the prior's precision and the link, by the likelihood of validation data.
 
     The result is a mixture. Its cells are precisions, multiples of the one that the posterior has, each with softmax
@@ -457,18 +468,13 @@ class Integrate:
     torch.Size([2, 1])
     """
 
-    data: Iterable[Any] | Data
-    ratios: Sequence[float] | None = None
-    temperatures: Sequence[float] = TEMPERATURES
-    offsets: Sequence[float] = WIDTHS
+    data: Iterable[Any] | Data = required(DATA)
+    ratios: Sequence[float] | None = setting(None, POSITIVE_VALUES | EMPTY | NONE)
+    temperatures: Sequence[float] = setting(TEMPERATURES, POSITIVE_VALUES)
+    offsets: Sequence[float] = setting(WIDTHS, POSITIVE_VALUES | EMPTY)
 
     follows_evidence: ClassVar[bool] = True
     holds_out: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        none = Rule("an empty tuple", lambda v: isinstance(v, tuple | list) and not v)
-        ratios = POSITIVE_VALUES | none | NONE
-        require(self, data=DATA, ratios=ratios, temperatures=POSITIVE_VALUES, offsets=POSITIVE_VALUES | none)
 
     def __call__(self, posterior: Any) -> MixturePosterior:
         """Return the mixture."""
@@ -674,8 +680,13 @@ APART = 0.3  # a scale of a posterior from which its disagreement is remarked on
 TRACE = Trace("Budget", "training NLL", findings=(ADVICE,), scored_on="training")
 
 
+POSTERIORS = Rule(
+    "a list of posteriors", lambda v: isinstance(v, tuple | list) and all(hasattr(part, "problem") for part in v)
+)
+
+
 @dataclass(frozen=True, eq=False)
-class Budget:
+class Budget(HasSettings):
     """A tuner for classification and counts without validation data; for Gaussian noise it learns the tails.
 
     Nothing in the training data tells how wide the error bars of a network that fits them should be. So each cell of
@@ -709,25 +720,17 @@ class Budget:
     torch.Size([3, 2])
     """
 
-    data: Iterable[Any] | Data | None = None
-    budget: float = 0.0035
-    ratios: Sequence[float] = BUDGET_RATIOS
-    points: int = 700
-    others: Sequence[Any] = ()
-    scales: Sequence[float] = ()
+    data: Iterable[Any] | Data | None = setting(None, DATA | NONE)
+    budget: float = setting(0.0035, POSITIVE)
+    ratios: Sequence[float] = setting(BUDGET_RATIOS, POSITIVE_VALUES)
+    points: int = setting(700, integer())
+    others: Sequence[Any] = setting((), POSTERIORS)
+    scales: Sequence[float] = setting((), POSITIVE_VALUES | EMPTY)
 
     follows_evidence: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        parts = Rule(
-            "a list of posteriors", lambda v: isinstance(v, tuple | list) and all(hasattr(p, "problem") for p in v)
-        )
-        require(self, data=DATA | NONE, others=parts)
-        POSITIVE.check("budget", self.budget)
-        POSITIVE_VALUES.check("ratios", self.ratios)
-        integer().check("points", self.points)
-        if self.scales:
-            POSITIVE_VALUES.check("scales", self.scales)
+        super().__post_init__()
         if len(self.scales) not in (0, len(self.others)):
             raise UnsupportedError(
                 f"scales has {len(self.scales)} entries for {len(self.others)} posteriors; expected one for each."

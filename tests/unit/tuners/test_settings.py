@@ -42,7 +42,8 @@ FLAGS: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("make", "name", "least"), INTEGERS)
 def test_integers(make: Any, name: str, least: int) -> None:
     assert make(**{name: least}) is not None
-    with pytest.raises(lw.errors.UnsupportedError, match=f"{name} is {least - 1}; expected at least {least}"):
+    message = f"{name} is {least - 1}; expected an integer of at least {least}"
+    with pytest.raises(lw.errors.UnsupportedError, match=message):
         make(**{name: least - 1})
     for value in (least + 0.5, "3", None, True):
         with pytest.raises(lw.errors.UnsupportedError, match=f"{name} is {value!r}; expected an integer"):
