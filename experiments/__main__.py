@@ -10,8 +10,7 @@ from pathlib import Path
 
 from experiments.engine import command as engine
 from experiments.engine.known import EXPERIMENTS as STORED
-from lapwing.cli.demo import publish
-from lapwing.demo.result import ExperimentReport
+from lapwing.demo.result import ExperimentReport, table
 
 EXPERIMENTS = {  # the name of a module in this folder, and its help
     "calibration": "are the error bars right as they come? many tasks, against the plain network",
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if _for_engine(given):
         return engine.main(given, EXPERIMENTS)
-    return publish("experiments", lambda: _run(given))
+    return engine.exit_status(lambda: _publish(_run(given)))
 
 
 def _for_engine(given: list[str]) -> bool:
@@ -54,6 +53,14 @@ def _run(given: list[str]) -> ExperimentReport:
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: ExperimentReport = arguments.command(arguments, _print_progress)
     return report
+
+
+def _publish(report: ExperimentReport) -> int:
+    """Print the tables of a report, write its files, and print their paths."""
+    for result in report.results:
+        print(table(result), end="\n\n")
+    print(*report.write(), sep="\n")
+    return 0
 
 
 def _parser(name: str) -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from experiments.decision_tasks import Rows, rows_of
 from experiments.engine.contract import Record
 from experiments.options import Progress
 from lapwing import metrics
-from lapwing.demo.training import TrainingSettings, trained
+from lapwing.demo.training import TrainingSettings, train_mlp
 from lapwing.errors import LapwingError
 
 RULES = {  # the rule of acquire, and whether the posterior that chooses has the precision of the evidence
@@ -94,7 +94,7 @@ class Active:
         nlls: list[float] = []
         for number in range(self.rounds + 1):
             rows = (x[labelled], y[labelled])
-            model = trained(*rows, outputs, self.recipe, seed)
+            model = train_mlp(*rows, outputs, self.recipe, seed)
             posterior = lw.fit(model, [rows], likelihood)
             predictive = posterior.predict([test[0]])
             right = metrics.rmse(predictive.mean, test[1]) if numbers else metrics.accuracy(predictive.probs, test[1])

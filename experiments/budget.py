@@ -16,7 +16,7 @@ from experiments.budget_task import Task, read
 from experiments.engine.contract import Record
 from experiments.engine.store import Stored
 from experiments.options import Progress
-from lapwing.demo.training import TrainingSettings, trained
+from lapwing.demo.training import TrainingSettings, train_mlp
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Budget:
         for epochs in self.epochs:
             recipe = replace(self.recipe, dropout=self.dropout, epochs=epochs)
             start = time.process_time()
-            model = trained(task.x, task.y, 1, recipe, self.seed + repeat)
+            model = train_mlp(task.x, task.y, 1, recipe, self.seed + repeat)
             training = time.process_time() - start
             fitted, seconds = task.timed(lw.baselines.MCDropout(64), model)
             yield Record(group, f"dropout({epochs})", repeat, task.scores(fitted), training + seconds)

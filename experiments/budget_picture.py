@@ -9,7 +9,8 @@ from typing import Any
 
 from experiments.engine.contract import Record
 from experiments.inducing_picture import legend_entries
-from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
+from lapwing.demo.result import save
+from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
 
 GREEN, PURPLE = "#009e73", "#cc79a7"
 STYLES = {  # by family: colour, line

@@ -16,9 +16,8 @@ from experiments.inducing_task import divergence
 from experiments.uci import read_split
 from lapwing import metrics
 from lapwing.data.batches import Data
-from lapwing.demo import diabetes
-from lapwing.demo.regression import SplitTable
-from lapwing.demo.training import TrainingSettings, trained
+from lapwing.demo.tasks import Diabetes, split_diabetes
+from lapwing.demo.training import SplitTable, TrainingSettings, train_mlp
 from lapwing.errors import DataError
 from lapwing.tangent import tangent_model
 from lapwing.tuners.linear_mode import LinearMode, ModeSolver
@@ -29,7 +28,7 @@ Scores = dict[str, float]
 def read(name: str, folder: Path, repeat: int) -> SplitTable:
     """Read one split of a table: "diabetes" is that of scikit-learn, others are uci_NAME.npz in the folder."""
     if name == "diabetes":
-        return diabetes.split(diabetes.Diabetes(), repeat)[0]
+        return split_diabetes(Diabetes(), repeat)[0]
     path = folder / f"uci_{name}.npz"
     if not path.exists():
         raise DataError(f"{path.name} is not in the data folder; expected one of the uci_NAME.npz files.")
@@ -56,7 +55,7 @@ class Task:
         """Train on the first rows of a table, and fit the exact posterior."""
         table = SplitTable(table.x_train[:rows], table.y_train[:rows], table.x_test, table.y_test)
         x, y = table.training
-        model = trained(x, y, 1, recipe, seed)
+        model = train_mlp(x, y, 1, recipe, seed)
         few = len(x) < sum(p.numel() for p in model.parameters())
         start = time.process_time()
         exact = lw.fit(

@@ -19,7 +19,7 @@ from experiments.engine.seeds import parted
 from experiments.options import Progress
 from experiments.uci import SETS as UCI
 from experiments.uci import read_split, splits_in
-from lapwing.demo.training import TrainingSettings, batches, trained
+from lapwing.demo.training import TrainingSettings, batches, train_mlp
 from lapwing.methods.base import Method
 from lapwing.registry import METHODS
 
@@ -208,7 +208,7 @@ def regress(path: Path, number: int, activation: str, epochs: int, validation: i
     held = min(validation, len(x) // 5)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(number))
     rows, left_out = order[held:], order[:held]
-    whole, part = trained(x, y, 1, recipe, number), trained(x[rows], y[rows], 1, recipe, number)
+    whole, part = train_mlp(x, y, 1, recipe, number), train_mlp(x[rows], y[rows], 1, recipe, number)
     fit = partial(lw.fit, whole, batches(x, y, 1000), "regression", progress=False)
     fit_part = partial(lw.fit, part, batches(x[rows], y[rows], 1000), "regression", progress=False)
     validated = [(x[left_out], y[left_out])]

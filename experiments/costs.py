@@ -23,7 +23,7 @@ from experiments.engine.contract import Record
 from experiments.engine.store import Stored
 from experiments.options import Progress, chosen
 from experiments.uci import read_split
-from lapwing.demo.training import TrainingSettings, batches, optimise, trained
+from lapwing.demo.training import TrainingSettings, batches, optimise, train_mlp
 from lapwing.errors import LapwingError
 
 TABLE = TrainingSettings(hidden=(50, 50), epochs=100, max_steps=4000)
@@ -70,7 +70,7 @@ def _table(name: str, folder: Path | None, seed: int) -> Trained:
 
     def another(seed: int, dropout: bool) -> nn.Module:
         recipe = TrainingSettings(**{**vars(TABLE), "dropout": DROPOUT if dropout else 0.0})
-        return trained(*split.train, 1, recipe, seed)
+        return train_mlp(*split.train, 1, recipe, seed)
 
     return Trained(split, another(seed, False), another)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.engine.contract import Record
-from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
+from lapwing.demo.result import save
+from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
 
 BASELINES = ("Ensemble", "MC dropout", "SWAG", "IVON", "Variational last layer", "Mixture of Laplace")
 POINT = 100 / 72  # pixels of the size of one point of a font, at the resolution of a new figure

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lapwing as lw
 from experiments.data import data_folder
-from lapwing.demo.training import TrainingSettings, mlp, trained
+from lapwing.demo.training import TrainingSettings, mlp, train_mlp
 from lapwing.errors import DataError, LapwingError
 
 Rows = tuple[Tensor, Tensor]  # inputs and targets
@@ -103,7 +103,7 @@ def simulated(name: str, folder: Path | None, most: int, recipe: TrainingSetting
         posterior = _with_noise(*own, recipe, seed)
     elif kind in ("", "thin"):
         outputs = int(y.max()) + 1 if base in CLASSES else 1
-        model = trained(*own, outputs, recipe, seed)
+        model = train_mlp(*own, outputs, recipe, seed)
         posterior = lw.fit(model, [own], "classification" if base in CLASSES else "regression")
     else:
         raise LapwingError(f"{name}: unknown kind {kind!r}; expected thin or noise.")

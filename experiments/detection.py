@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing import metrics
 from lapwing.decisions.strange import BASE, SCALED, SCORES
-from lapwing.demo.digits import shuffled
-from lapwing.demo.training import TrainingSettings, batches, optimise, trained
+from lapwing.demo.tasks import shuffle_pixels
+from lapwing.demo.training import TrainingSettings, batches, optimise, train_mlp
 from lapwing.errors import LapwingError
 
 FAR = 10.0  # standard deviations of inputs far from all data
@@ -55,11 +55,11 @@ def prepared(name: str, seed: int) -> Detection:
     strange = {"far": FAR * torch.randn(test.shape, generator=generator)}
     if base == "digits":
         strange |= {
-            "shuffled": shuffled(test, seed),
+            "shuffled": shuffle_pixels(test, seed),
             "noise": test + 0.5 * torch.randn(test.shape, generator=generator),
         }
     else:  # every column by itself: each number is usual, and they do not fit together
-        strange["shuffled"] = shuffled(test.T, seed).T
+        strange["shuffled"] = shuffle_pixels(test.T, seed).T
     if len(others):
         strange["other classes"] = standard(others)
     return Detection(_network(kind, base, parts["train"], outputs, seed), parts, strange)
@@ -78,7 +78,7 @@ def _network(kind: str, base: str, train: tuple[Tensor, Tensor], outputs: int, s
         return model
     if kind not in ("", "BatchNorm"):
         raise LapwingError(f"{base}, {kind}: unknown kind {kind!r}; expected CNN or BatchNorm.")
-    return trained(*train, outputs, replace(recipe, batch_norm=kind == "BatchNorm"), seed)
+    return train_mlp(*train, outputs, replace(recipe, batch_norm=kind == "BatchNorm"), seed)
 
 
 def _rows(base: str, seed: int) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,8 @@ from experiments.options import Progress, add_large_data, chosen, silent
 from experiments.pinned import EVIDENCE, as_fitted
 from experiments.repeats import mean_scores, spread_scores
 from experiments.uci import tempered
-from lapwing.demo.regression import SplitTable, predict, scores
 from lapwing.demo.result import ExperimentReport, Result, Row, plain
-from lapwing.demo.training import Batches, TrainingSettings, batches, trained
+from lapwing.demo.training import Batches, SplitTable, TrainingSettings, batches, predict, scores, train_mlp
 from lapwing.errors import DataError
 
 Options = Callable[[nn.Module, Batches], dict[str, Any]]  # network and held-out batches -> arguments of lw.fit
@@ -118,7 +117,7 @@ def run(settings: Flights, progress: Progress = silent) -> Result:
     for seed in range(settings.seed, settings.seed + settings.seeds):
         table = _read(settings, seed)
         x, y = table.training
-        model = trained(x, y, 1, settings.recipe, seed)
+        model = train_mlp(x, y, 1, settings.recipe, seed)
         count = len(x) // 10
         held_out, data = batches(x[:count], y[:count], 1000), batches(x[count:], y[count:], 1000)
         for name in settings.methods:

@@ -26,7 +26,7 @@ from experiments.options import Progress, add_data_dir, add_quick, silent
 from experiments.repeats import mean_scores
 from lapwing import metrics
 from lapwing.demo.result import ExperimentReport, Result, Row, plain
-from lapwing.demo.training import TrainingSettings, trained
+from lapwing.demo.training import TrainingSettings, train_mlp
 from lapwing.errors import DataError
 
 STARTS, OPTIMISERS = ("greedy", "kmeans", "random"), ("none", "lbfgs", "adam")
@@ -246,8 +246,8 @@ def _other_networks(x: Tensor, y: Tensor, settings: Inducing, progress: Progress
     """Score VaLLA on networks with other seeds, other draws of the same seeds, and a rate that falls to zero."""
     recipe, seeds = settings.recipe, [settings.seed - k for k in range(settings.networks + 1)]
     networks = {f"seed {seed}": partial(trained_as_published, x, y, recipe, seed) for seed in seeds[1:]}
-    networks |= {f"seed {seed}, other draws": partial(trained, x, y, 1, recipe, seed) for seed in seeds}
-    networks["other draws, falling rate"] = partial(trained, x, y, 1, replace(recipe, falling=True), settings.seed)
+    networks |= {f"seed {seed}, other draws": partial(train_mlp, x, y, 1, recipe, seed) for seed in seeds}
+    networks["other draws, falling rate"] = partial(train_mlp, x, y, 1, replace(recipe, falling=True), settings.seed)
     rows = []
     for name, make in networks.items():
         comparison = Comparison(Task.of(make(), x, y, settings.margin, settings.grid))

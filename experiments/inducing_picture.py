@@ -8,17 +8,8 @@ from typing import Any
 
 import torch
 
-from lapwing.demo.figures import (
-    INK,
-    OTHER,
-    PLAIN,
-    POSTERIOR,
-    TOTAL,
-    new_figure,
-    save,
-    share_vertical_range,
-)
-from lapwing.demo.result import Result
+from lapwing.demo.result import TOTAL, Result, save, share_vertical_range
+from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
 
 
 def picture(result: Result, path: Path) -> None:

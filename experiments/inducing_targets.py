@@ -17,7 +17,7 @@ from experiments.inducing_task import RECIPE, SEED, SMALL, Task, divergence
 from experiments.options import Progress, silent
 from lapwing import metrics
 from lapwing.demo.result import Result, Row, plain
-from lapwing.demo.training import TrainingSettings, trained
+from lapwing.demo.training import TrainingSettings, train_mlp
 
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "step": lambda x: (x > 0).to(x),
@@ -81,7 +81,7 @@ def run(settings: Targets, progress: Progress = silent) -> Result:
         x, y = noisy(target, settings, settings.data, generator, gap=True)
         new = noisy(target, settings, settings.test, generator, gap=False)
         for activation in settings.activations:
-            model = trained(x, y, 1, replace(settings.recipe, activation=activation), settings.seed)
+            model = train_mlp(x, y, 1, replace(settings.recipe, activation=activation), settings.seed)
             task = Task.of(model, x, y, settings.margin, settings.grid)
             group = f"{name}, {activation}"
             drawn = {"x": x, "y": y, "grid": task.grid, "truth": target(task.grid), "mean": task.mean}

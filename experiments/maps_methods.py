@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from experiments.pinned import EVIDENCE
-from lapwing.demo.training import TrainingSettings, trained
+from lapwing.demo.training import TrainingSettings, train_mlp
 
 SAMPLED = "sampled network"
 RULES = ("variance", "curvature")  # a subnetwork has the weights with the largest; both from the diagonal posterior
@@ -66,7 +66,7 @@ class Maps:
     @cached_property
     def network(self) -> nn.Sequential:
         """The network that all methods share."""
-        return trained(self.x, self.y, self.outputs, self.recipe, self.seed)
+        return train_mlp(self.x, self.y, self.outputs, self.recipe, self.seed)
 
     @cached_property
     def full(self) -> lw.Fitted:
@@ -95,12 +95,12 @@ class Maps:
         first = 1000 * (self.seed + 1)  # no other repetition trains a network with these seeds
         seeds = range(first, first + self.choices.members - 1)
         return self._fit(
-            lw.baselines.Ensemble([trained(self.x, self.y, self.outputs, self.recipe, seed) for seed in seeds])
+            lw.baselines.Ensemble([train_mlp(self.x, self.y, self.outputs, self.recipe, seed) for seed in seeds])
         )
 
     def _dropout(self) -> lw.Fitted:
         recipe = replace(self.recipe, dropout=self.choices.dropout)
-        network = trained(self.x, self.y, self.outputs, recipe, self.seed)
+        network = train_mlp(self.x, self.y, self.outputs, recipe, self.seed)
         return self._fit(lw.baselines.MCDropout(self.choices.draws), network)
 
     def _subnetwork(self, rule: str, share: float) -> lw.Fitted:

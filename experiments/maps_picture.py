@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.demo.figures import EPISTEMIC, INK, PLAIN, POSTERIOR, new_figure, save
+from lapwing.demo.result import EPISTEMIC, save
+from lapwing.plots import INK, PLAIN, POSTERIOR, new_figure
 
 CLASSES = (PLAIN, POSTERIOR, "#009e73")  # colours of the classes
 Place = tuple[str, str]  # the name of a row and that of a method

@@ -22,9 +22,9 @@ from experiments.options import Progress, add_large_data, chosen, positive, sile
 from experiments.pinned import PROBIT
 from experiments.repeats import mean_scores, spread_scores
 from lapwing import metrics
-from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
-from lapwing.demo.result import ExperimentReport, Result, Row, plain
+from lapwing.demo.result import ExperimentReport, Result, Row, plain, save
 from lapwing.demo.training import Batches, TrainingSettings, batches, optimise
+from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
 
 PRIORS: dict[str, Callable[[], Any]] = {
     "one precision": lambda: lw.isotropic(1.0),

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from experiments.engine.contract import Record
 from experiments.engine.store import Stored
-from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
+from lapwing.demo.result import save
+from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
 
 COLOURS = {"L": PLAIN, "L'": POSTERIOR}
 CLAIM = 16  # the published factor between batch sizes

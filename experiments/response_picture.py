@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lapwing.demo.figures import EPISTEMIC, INK, OTHER, PLAIN, POSTERIOR, new_figure, save
-from lapwing.demo.result import Result
+from lapwing.demo.result import EPISTEMIC, Result, save
+from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
 
 METHODS = (
     "full Hessian", "HFL, each point", "HFL, mean push", "HFL, absolute push, calibrated", "GGN", "ensemble of 5",

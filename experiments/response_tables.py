@@ -16,9 +16,8 @@ from experiments.minimum import exact_variance, minimised, rank_correlation, squ
 from experiments.pinned import EVIDENCE
 from experiments.repeats import mean_scores
 from experiments.response_task import KINDS, ResponseTask, interval_scores
-from lapwing.demo.regression import SplitTable
 from lapwing.demo.result import Row
-from lapwing.demo.training import TrainingSettings, mlp, optimise
+from lapwing.demo.training import SplitTable, TrainingSettings, mlp, optimise
 from lapwing.errors import LapwingError
 from lapwing.methods.hfl.hfl import ResponsePosterior
 

@@ -17,7 +17,7 @@ from experiments.engine.seeds import parted, seed_units
 from experiments.minimum import minimised, squared_error
 from experiments.options import Progress
 from lapwing import metrics
-from lapwing.demo.figures import NORMAL_95
+from lapwing.demo.result import NORMAL_95
 from lapwing.demo.training import TrainingSettings, mlp
 from lapwing.methods.hfl.hfl import ResponsePosterior
 

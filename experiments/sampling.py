@@ -20,12 +20,12 @@ from experiments.engine.contract import Record
 from experiments.engine.seeds import records_of
 from experiments.options import Progress, add_quick
 from lapwing.data.batches import Data
-from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
-from lapwing.demo.result import ExperimentReport, Result, Row, plain
-from lapwing.demo.training import TrainingSettings, batches, trained
+from lapwing.demo.result import ExperimentReport, Result, Row, plain, save
+from lapwing.demo.training import TrainingSettings, batches, train_mlp
 from lapwing.linalg.operators import MatrixDesign, forward_product, located_parts
 from lapwing.linalg.stochastic import Perturbed
 from lapwing.networks.network import Network
+from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
 from lapwing.runtime.threads import normal
 from lapwing.tangent import NetworkDesign
 
@@ -145,7 +145,7 @@ def run(settings: Sampling) -> Result:
     """Return the variances of both gradients and the spread of both estimates of γ, under every precision."""
     start = time.perf_counter()
     x, y = _digits(settings)
-    model = _Model.of(trained(x, y, 10, settings.recipe, settings.seed), x, y)
+    model = _Model.of(train_mlp(x, y, 10, settings.recipe, settings.seed), x, y)
     draws = _Draws.of(model, settings.draws, torch.Generator().manual_seed(settings.seed))
     rows = tuple(Row(f"precision {a:.3g}", _measured(draws, a, settings.gradients)) for a in settings.precisions)
     arrays = {key: [row.scores[key] for row in rows] for key in rows[0].scores}

@@ -18,8 +18,8 @@ from experiments.options import Progress
 from experiments.pinned import EVIDENCE
 from experiments.stacked import StackedTraining, trained_stack
 from lapwing import metrics
-from lapwing.demo.figures import NORMAL_95
-from lapwing.demo.regression import SplitTable
+from lapwing.demo.result import NORMAL_95
+from lapwing.demo.training import SplitTable
 from lapwing.errors import CalibrationWarning, DivergedError, LapwingError
 
 JOINT = lw.tuners.MaximiseEvidence(noise=True)

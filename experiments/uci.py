@@ -17,9 +17,18 @@ from experiments.data import data_folder
 from experiments.options import Progress, add_data_dir, chosen, positive, silent
 from experiments.pinned import EVIDENCE, as_fitted
 from experiments.repeats import mean_scores
-from lapwing.demo.regression import SplitTable, predict, scores
 from lapwing.demo.result import ExperimentReport, Result, Row, plain
-from lapwing.demo.training import Batches, TrainingSettings, batches, best_seconds, epoch_seconds, trained
+from lapwing.demo.training import (
+    Batches,
+    SplitTable,
+    TrainingSettings,
+    batches,
+    best_seconds,
+    epoch_seconds,
+    predict,
+    scores,
+    train_mlp,
+)
 from lapwing.errors import DataError
 
 SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "wine", "yacht")
@@ -126,7 +135,7 @@ def _split(path: Path, split: int, settings: Uci) -> dict[str, dict[str, float]]
     """Return the scores of every variant on one split."""
     table = read_split(path, split)
     x, y = table.training
-    model = trained(x, y, 1, settings.recipe, settings.seed + split)
+    model = train_mlp(x, y, 1, settings.recipe, settings.seed + split)
     data = batches(x, y, settings.recipe.batch_size)
     epoch = epoch_seconds(model, data)
     retrained = {"MC dropout": _dropping, "temperature": _tempered}
@@ -141,7 +150,7 @@ def _split(path: Path, split: int, settings: Uci) -> dict[str, dict[str, float]]
 
 def _dropping(x: Tensor, y: Tensor, settings: Uci, split: int) -> tuple[nn.Module, lw.Gaussian]:
     """Train the same network with dropout."""
-    return trained(x, y, 1, replace(settings.recipe, dropout=DROPOUT), settings.seed + split), lw.Gaussian()
+    return train_mlp(x, y, 1, replace(settings.recipe, dropout=DROPOUT), settings.seed + split), lw.Gaussian()
 
 
 def _tempered(x: Tensor, y: Tensor, settings: Uci, split: int) -> tuple[nn.Module, lw.Gaussian]:
@@ -149,7 +158,7 @@ def _tempered(x: Tensor, y: Tensor, settings: Uci, split: int) -> tuple[nn.Modul
     seed = settings.seed + split
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     held_out, rest = order.tensor_split([len(x) // 10])
-    model = trained(x[rest], y[rest], 1, settings.recipe, seed)
+    model = train_mlp(x[rest], y[rest], 1, settings.recipe, seed)
     return model, tempered(model, [(x[held_out], y[held_out])])
 
 

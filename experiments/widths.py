@@ -24,9 +24,8 @@ from experiments.options import Progress, add_data_dir, positive, silent
 from experiments.own_tables import OwnTable, own_tables
 from experiments.repeats import mean_scores
 from experiments.uci import read_split
-from lapwing.demo.regression import crps
 from lapwing.demo.result import ExperimentReport, Result, Row, plain
-from lapwing.demo.training import TrainingSettings, batches, mlp, optimise
+from lapwing.demo.training import TrainingSettings, batches, crps, mlp, optimise
 
 NETWORKS: dict[str, dict[str, Any]] = {
     "tanh": {"activation": "tanh"}, "ReLU": {"activation": "relu"},

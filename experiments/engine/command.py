@@ -6,7 +6,7 @@ import argparse
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -32,14 +32,16 @@ def main(given: Sequence[str], others: Mapping[str, str]) -> int:
 
     ``others`` are experiments that the engine does not run, with a line about each, for ``--list``.
     """
+    if given[:1] == ["--list"]:
+        return exit_status(lambda: _list(given, others))
+    actions = {"--join": _join, "--docs": _docs}
+    return exit_status(lambda: actions.get(given[0] if given else "", _run)(given))
+
+
+def exit_status(work: Callable[[], int]) -> int:
+    """Return the exit status of the work: its own, or 1 with a message on stderr after an expected error."""
     try:
-        if given[:1] == ["--list"]:
-            return _list(given, others)
-        if given[:1] == ["--join"]:
-            return _join(given)
-        if given[:1] == ["--docs"]:
-            return _docs(given)
-        return _run(given)
+        return work()
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith(("lapwing", "experiments")):
             raise

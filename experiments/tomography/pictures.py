@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from experiments.tomography.beliefs import DROPOUT, EVIDENCE, TV
-from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
-from lapwing.demo.result import Result
+from lapwing.demo.result import Result, save
+from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
 
 COLOURS = {DROPOUT: OTHER, EVIDENCE: PLAIN, TV: POSTERIOR}
 

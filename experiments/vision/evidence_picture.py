@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.engine.contract import Record
-from lapwing.demo.figures import INK, OTHER, PLAIN, POSTERIOR, new_figure, save
+from lapwing.demo.result import save
+from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
 
 COLOURS = {
     "plain network": PLAIN, "naive": OTHER, "naive, one precision": OTHER, "corrected": POSTERIOR,

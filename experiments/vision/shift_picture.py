@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.engine.contract import Record
-from lapwing.demo.figures import new_figure, save
+from lapwing.demo.result import save
+from lapwing.plots import new_figure
 
 COLOURS = (
     "#d55e00", "#e69f00", "#009e73", "#0072b2", "#56b4e9", "#cc79a7", "#333333", "#999999", "#882255", "#44aa99",

@@ -1,366 +1,21 @@
-"""The data of a command: csv, npz and parquet files read in blocks of rows, or a loader by its import path."""
+"""The data of a command: tables in files, or a loader by its import path; which columns are inputs and targets."""
 
 from __future__ import annotations
 
-import csv
-import math
-import re
-import zipfile
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lapwing.cli.files import READERS, Block, DataFile, listed
 from lapwing.cli.models import called, dtype_of, imported, takes_indices
 from lapwing.data.samples import TARGET_KEYS
-from lapwing.errors import DataError, FileError, LapwingError, UnsupportedError
+from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.runtime.settings import is_data, nearest, seen
-
-Block = Mapping[str, Tensor | list[str]]  # by name: numbers, with the rows first, or the texts of a column
-
-
-class Source(Protocol):
-    """Some columns or arrays of a file, chosen by name.
-
-    ``has_columns`` says whether the file is a table, in which a row has one number in each column, or has arrays.
-    """
-
-    has_columns: ClassVar[bool]
-
-    def __init__(self, path: Path, names: tuple[str, ...]) -> None: ...
-
-    @staticmethod
-    def names_in(path: Path) -> tuple[str, ...]:
-        """Return the names of all columns or arrays of a file; raise ``FileError`` if it cannot be read."""
-        ...
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        ...
-
-    def blocks(self, size: int) -> Iterator[Block]:
-        """Yield the chosen columns in blocks of at most ``size`` rows, in order."""
-        ...
-
-
-def optional(module: str, path: Path, install: str) -> Any:
-    """Return a module that some files need; raise with the command that installs it."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise UnsupportedError(f"{path} needs {module.split('.')[0]}; use pip install {install}.") from error
-
-
-def listed(names: Sequence[str], shown: int = 20) -> str:
-    """Return the first names and how many more there are.
-
-    >>> listed(["a", "b", "c"], shown=2)
-    "'a', 'b' and 1 more"
-    """
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(map(repr, names[:shown])) + more
-
-
-WHOLE = 2.0**53  # up to here float64 has every whole number
-PLAIN = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-
-
-@dataclass(frozen=True, eq=False)
-class CsvFile:
-    """Columns of a csv file whose first line has their names. The first row says which columns are text."""
-
-    path: Path
-    names: tuple[str, ...]
-    has_columns: ClassVar[bool] = True
-
-    @staticmethod
-    def names_in(path: Path) -> tuple[str, ...]:
-        header = next(_lines(path), (0, []))[1]
-        if not header:
-            raise FileError(f"{path} is empty; expected a line with the names of the columns, and rows below it.")
-        if len(header) == 1 and any(mark in header[0] for mark in ";\t"):
-            raise FileError(f"the first line of {path} is {header[0]!r:.60}; expected columns separated by commas.")
-        if all(_number(cell) is not None for cell in header):
-            raise FileError(
-                f"the first line of {path} has numbers, {', '.join(header[:3])}, ...; expected the names of the "
-                "columns. Add a line with names."
-            )
-        names = tuple(name.strip() for name in header)
-        twice = [name for name in names if names.count(name) > 1 or not name]
-        if twice:
-            raise FileError(f"{path} has the column {twice[0]!r} twice or without a name; expected different names.")
-        return names
-
-    @property
-    def rows(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    @cached_property
-    def columns(self) -> dict[str, Tensor | list[str]]:
-        """All rows of the chosen columns: whole numbers, other numbers or texts."""
-        header = self.names_in(self.path)
-        places = {name: header.index(name) for name in self.names}
-        numbers: dict[str, array[float]] = {}
-        texts: dict[str, list[str]] = {}
-        for place, (line, cells) in enumerate(_lines(self.path)):
-            if place == 0 or not cells:
-                continue
-            if len(cells) != len(header):
-                raise DataError(f"{self.path}, line {line} has {len(cells)} cells; expected {len(header)}, as above.")
-            if not numbers and not texts:
-                for name, at in places.items():  # before a column of numbers is taken for one of texts
-                    if _is_odd(cells[at]):
-                        self._finite(cells[at], name, line, 1)
-                numbers = {n: array("d") for n, at in places.items() if _number(cells[at]) is not None}
-                texts = {n: [] for n in self.names if n not in numbers}
-            for name, column in numbers.items():
-                column.append(self._finite(cells[places[name]], name, line, len(column) + 1))
-            for name, labels in texts.items():
-                labels.append(cells[places[name]].strip())
-                if not labels[-1]:
-                    raise DataError(self._refusal(name, line, len(labels), "is empty; expected a value. Fill it in"))
-        if not numbers and not texts:
-            raise DataError(f"{self.path} has a header and no rows; expected at least one row.")
-        return {name: _tensor(numbers[name]) if name in numbers else texts[name] for name in self.names}
-
-    def _finite(self, cell: str, name: str, line: int, row: int) -> float:
-        value = _number(cell)
-        if value is None or not math.isfinite(value):
-            odd = _is_odd(cell) and math.isfinite(float(cell))
-            wanted = "number in plain digits, such as -1.5e3" if odd else "finite number"
-            seen = f"is {cell.strip()!r:.40}" if cell.strip() else "is empty"
-            raise DataError(self._refusal(name, line, row, f"{seen}; expected a {wanted}. Correct it"))
-        return value
-
-    def _refusal(self, name: str, line: int, row: int, what: str) -> str:
-        return f"{self.path}, row {row} (line {line}), column {name!r} {what}, remove the row, or --drop the column."
-
-    def blocks(self, size: int) -> Iterator[Block]:
-        for start in range(0, self.rows, size):
-            yield {name: column[start : start + size] for name, column in self.columns.items()}
-
-
-def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each line and its cells."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            for cells in reader:
-                yield reader.line_num, cells
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise FileError(f"{path} is no csv file in UTF-8: {error}. Save it as one.") from error
-
-
-def _number(cell: str) -> float | None:
-    """Return the number that a cell has in plain digits; None for anything else.
-
-    >>> _number(" -1.5e3 "), _number("1_0"), _number("nan"), _number("0x10"), _number("１")
-    (-1500.0, None, None, None, None)
-    """
-    text = cell.strip(" ")
-    return float(text) if PLAIN.fullmatch(text) else None
-
-
-def _is_odd(cell: str) -> bool:
-    """Return whether a cell is a number to Python and none in plain digits, such as 1_0, nan and full-width digits."""
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return _number(cell) is None
-
-
-def _tensor(values: array[float]) -> Tensor:
-    """Return the numbers as int64 if all are whole, otherwise as float64."""
-    column = torch.frombuffer(values, dtype=torch.float64).clone()
-    whole = bool(((column == column.round()) & (column.abs() < WHOLE)).all())
-    return column.long() if whole else column
-
-
-REMEDY = "Save arrays of numbers by numpy.savez(path, x=..., y=...)."
-
-
-@dataclass(frozen=True)
-class Header:
-    """The beginning of an array in the archive: its shape, dtype and order."""
-
-    shape: tuple[int, ...]
-    by_columns: bool  # Fortran's order
-    dtype: Any
-
-
-@dataclass(frozen=True, eq=False)
-class NpzFile:
-    """Arrays of an npz file, with the rows first."""
-
-    path: Path
-    names: tuple[str, ...]
-    has_columns: ClassVar[bool] = False
-
-    @staticmethod
-    def names_in(path: Path) -> tuple[str, ...]:
-        with opened(path) as archive:
-            members = archive.namelist()
-        names = tuple(member.removesuffix(".npy") for member in members if member.endswith(".npy"))
-        if not names:
-            raise FileError(f"{path} holds no arrays; expected inputs and targets. {REMEDY}")
-        return names
-
-    @property
-    def rows(self) -> int:
-        return next(iter(self.headers.values())).shape[0]
-
-    @cached_property
-    def headers(self) -> dict[str, Header]:
-        """The headers of the chosen arrays, which have the same number of rows."""
-        headers = {}
-        with opened(self.path) as archive:
-            for name in self.names:
-                with archive.open(f"{name}.npy") as member:
-                    headers[name] = self._header(member, name)
-        rows = {name: header.shape[0] for name, header in headers.items()}
-        if len(set(rows.values())) > 1:
-            counts = ", ".join(f"{count} in {name!r}" for name, count in rows.items())
-            raise DataError(f"{self.path} has different numbers of rows: {counts}; expected as many in each.")
-        if not min(rows.values()):
-            raise DataError(f"the arrays {listed(self.names)} of {self.path} have no rows; expected at least one.")
-        return headers
-
-    def _header(self, member: IO[bytes], name: str) -> Header:
-        """Read the header of an array, and leave the member where its numbers begin."""
-        formats = optional("numpy.lib.format", self.path, "numpy")
-        readers = {(1, 0): formats.read_array_header_1_0, (2, 0): formats.read_array_header_2_0}
-        header = Header(*readers[formats.read_magic(member)](member))
-        if header.dtype.hasobject or header.dtype.kind not in "biufcUS":
-            raise DataError(f"the array {name!r} of {self.path} holds {header.dtype}; expected numbers. {REMEDY}")
-        if not header.shape:
-            raise DataError(f"the array {name!r} of {self.path} is a single number; expected a row for each datum.")
-        return header
-
-    def blocks(self, size: int) -> Iterator[Block]:
-        with opened(self.path) as archive, ExitStack() as stack:
-            members = {name: stack.enter_context(archive.open(f"{name}.npy")) for name in self.names}
-            headers = {name: self._header(member, name) for name, member in members.items()}
-            whole = {n: self._read(members[n], h, n, h.shape[0]) for n, h in headers.items() if h.by_columns}
-            for start in range(0, self.rows, size):
-                count = min(size, self.rows - start)
-                yield {
-                    name: whole[name][start : start + count]
-                    if name in whole
-                    else self._read(members[name], header, name, count)
-                    for name, header in headers.items()
-                }
-
-    def _read(self, member: IO[bytes], header: Header, name: str, count: int) -> Tensor | list[str]:
-        """Return the next rows of an array."""
-        numpy = optional("numpy", self.path, "numpy")
-        shape = (count, *header.shape[1:])
-        wanted = header.dtype.itemsize * torch.Size(shape).numel()
-        content = member.read(wanted)
-        if len(content) < wanted:
-            raise FileError(f"the array {name!r} of {self.path} ends before its last row. {REMEDY}")
-        values = numpy.frombuffer(bytearray(content), dtype=header.dtype)
-        return tensor_of(values.reshape(shape[::-1]).T if header.by_columns else values.reshape(shape))
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open the archive; whatever its parts raise while it is read means that it is damaged."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
-    except LapwingError:
-        raise
-    except Exception as error:  # of zipfile, of zlib, or of NumPy's headers
-        raise FileError(f"{path} is no npz file, or damaged: {error}. {REMEDY}") from error
-
-
-def tensor_of(values: Any) -> Tensor | list[str]:
-    """Return a NumPy array as a tensor of a dtype that torch has, or its texts as a list."""
-    if values.dtype.kind in "US":
-        return [str(text) for text in values.astype(str).reshape(len(values), -1)[:, 0]]
-    wide = {"u": "int64" if values.dtype.itemsize > 1 else "uint8", "f": "float64", "i": "int64"}
-    kind = values.dtype.kind
-    native = values.astype(wide[kind] if kind in "ui" or values.dtype.itemsize > 8 else values.dtype.newbyteorder("="))
-    return torch.from_numpy(native.copy())
-
-
-EXTRA = "'lapwing[parquet]'"
-
-
-@dataclass(frozen=True, eq=False)
-class ParquetFile:
-    """Columns of a parquet file."""
-
-    path: Path
-    names: tuple[str, ...]
-    has_columns: ClassVar[bool] = True
-
-    @staticmethod
-    def names_in(path: Path) -> tuple[str, ...]:
-        with _opened(path) as file:
-            return tuple(file.schema_arrow.names)
-
-    @property
-    def rows(self) -> int:
-        with _opened(self.path) as file:
-            if not file.metadata.num_rows:
-                raise DataError(f"{self.path} has no rows; expected at least one.")
-            return int(file.metadata.num_rows)
-
-    def blocks(self, size: int) -> Iterator[Block]:
-        row = 1
-        with _opened(self.path) as file:
-            for batch in file.iter_batches(batch_size=size, columns=list(self.names)):
-                yield {name: self._column(name, batch.column(name), row) for name in self.names}
-                row += batch.num_rows
-
-    def _column(self, name: str, column: Any, row: int) -> Tensor | list[str]:
-        """Return a column of a block that begins at this row, from 1."""
-        types = optional("pyarrow.types", self.path, EXTRA)
-        if types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        if column.null_count:
-            first = row + column.is_null().to_pylist().index(True)
-            raise DataError(
-                f"{self.path}, row {first}, column {name!r} is missing; expected a value. Fill it in, remove the row, "
-                "or --drop the column."
-            )
-        if types.is_string(column.type) or types.is_large_string(column.type):
-            texts: list[str] = column.to_pylist()
-            return texts
-        if not any(test(column.type) for test in (types.is_integer, types.is_floating, types.is_boolean)):
-            raise DataError(
-                f"the column {name!r} of {self.path} holds {column.type}; expected numbers. Leave it out: "
-                f"--drop {name}."
-            )
-        optional("numpy", self.path, "numpy")
-        return tensor_of(column.to_numpy(zero_copy_only=False))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open the file; whatever is raised while it is read means that it is damaged."""
-    parquet = optional("pyarrow.parquet", path, EXTRA)
-    try:
-        with parquet.ParquetFile(path) as file:
-            yield file
-    except LapwingError:
-        raise
-    except Exception as error:  # pyarrow has errors of its own
-        raise FileError(f"{path} is no parquet file, or damaged: {error}. Write it again.") from error
-
 
 INPUT_KEYS = ("x", "inputs", "input", "features", "data")  # of arrays, in any case
 
@@ -431,7 +86,7 @@ class Form:
 class Table:
     """Batches of a file: ``(inputs, targets)``, or inputs where there are no targets. It can be read many times."""
 
-    source: Source
+    source: DataFile
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     form: Form
@@ -533,7 +188,6 @@ class Table:
             )
 
 
-FORMATS: dict[str, type[Source]] = {".npz": NpzFile, ".csv": CsvFile, ".parquet": ParquetFile}
 PROBED = 2  # rows on which the network is tried
 
 
@@ -581,11 +235,11 @@ class Reader:
             UnsupportedError: If it is neither a file of a known kind nor an import path.
         """
         path = Path(given)
-        if path.suffix.lower() in FORMATS:
+        if path.suffix.lower() in READERS:
             return self._table(path, option)
         if ":" not in given:
             raise UnsupportedError(
-                f"{option} is {given!r}; expected a file ({', '.join(FORMATS)}), or the import path of a loader "
+                f"{option} is {given!r}; expected a file ({', '.join(READERS)}), or the import path of a loader "
                 "such as package.module:make_loader."
             )
         return self._loader(given, option)
@@ -606,7 +260,7 @@ class Reader:
             DataError: If the data are no table, or it has no such column.
         """
         path = Path(given)
-        kind = FORMATS.get(path.suffix.lower())
+        kind = READERS.get(path.suffix.lower())
         if kind is None or not kind.has_columns:
             raise DataError(f"{given} has no columns to keep; expected a .csv or .parquet file. Leave out --keep.")
         whole: dict[str, list[Any]] = {name: [] for name in names}
@@ -619,7 +273,7 @@ class Reader:
     def _table(self, path: Path, option: str) -> Given:
         if not path.is_file():
             raise FileError(f"there is no file {path}; expected data. Check {option}.")
-        kind = FORMATS[path.suffix.lower()]
+        kind = READERS[path.suffix.lower()]
         names = kind.names_in(path)
         inputs, targets = self.roles.beside(self.known, names).chosen(names, str(path), kind.has_columns)
         if self.labelled and not targets:

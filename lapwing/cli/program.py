@@ -9,16 +9,14 @@ import sys
 import traceback
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import Protocol
 
 import torch
 
 import lapwing
-from lapwing.cli import check, compare, demo, evaluate, fit, predict, report
+from lapwing.cli.commands import COMMANDS
 from lapwing.cli.models import working_folder_first
-from lapwing.cli.options import Outcome
 from lapwing.errors import LapwingError
 
 FAILED, INTERRUPTED = 1, 130  # exit codes; 2 is that of argparse for a command that cannot be read
@@ -27,26 +25,6 @@ OPTIONS = {  # what the library advises, and how to give it here
     "fit(..., validation=data)": "--validation DATA",
     "target_key=...": "--target NAME",
 }
-
-
-class Command(Protocol):
-    """A module with one command."""
-
-    HELP: str
-
-    def add_options(self, parser: ArgumentParser) -> None:
-        """Add the arguments of the command."""
-        ...
-
-    def run(self, arguments: Namespace) -> Outcome:
-        """Do the work."""
-        ...
-
-
-COMMANDS: Mapping[str, Command] = {
-    "demo": demo, "check": check, "fit": fit, "evaluate": evaluate, "predict": predict, "compare": compare,
-    "report": report,
-}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,8 +77,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lapwing {lapwing.__version__} ({versions})")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        sentence = f"{command.HELP[0].upper()}{command.HELP[1:]}."
-        own = commands.add_parser(name, help=command.HELP, description=sentence, allow_abbrev=False)
+        sentence = f"{command.help[0].upper()}{command.help[1:]}."
+        own = commands.add_parser(name, help=command.help, description=sentence, allow_abbrev=False)
         command.add_options(own)
     return parser
 

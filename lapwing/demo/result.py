@@ -1,4 +1,7 @@
-"""The result of an experiment (scores, the numbers behind its pictures, settings, seed), as a table and as files."""
+"""The result of an experiment (scores, the numbers behind its pictures, settings, seed), as a table and as files.
+
+Parts that pictures of several axes share are here too. Colours are those of ``lw.plots``.
+"""
 
 from __future__ import annotations
 
@@ -121,3 +124,19 @@ class ExperimentReport:
         documents = {result.experiment: json.loads(result.to_json()) for result in self.results}
         self.path.write_text(json.dumps(documents, indent=1) + "\n", encoding="utf-8")
         return [*drawn, self.path]
+
+
+TOTAL, EPISTEMIC = "#fddbb0", "#7fb8dc"
+NORMAL_95 = 1.959964  # a normal variable is within this many standard deviations of its mean with probability 95 %
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the figure as a PNG file."""
+    figure.savefig(path, dpi=150)
+
+
+def share_vertical_range(axes: Sequence[Any]) -> None:
+    """Give all axes the same vertical range."""
+    limits = [axis.get_ylim() for axis in axes]
+    for axis in axes:
+        axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))

@@ -24,11 +24,11 @@ from experiments.normalised import picture
 from experiments.norms import NORMS, TUNED, Norms
 from experiments.options import Progress, silent
 from experiments.push_sizes import PushSizes
-from lapwing.demo.figures import OTHER, PLAIN, POSTERIOR
 from lapwing.demo.result import Result, Row
-from lapwing.demo.training import TrainingSettings, optimise, trained
+from lapwing.demo.training import TrainingSettings, optimise, train_mlp
 from lapwing.errors import DataError
 from lapwing.methods.hfl.hfl import PushedWeights, ResponsePosterior
+from lapwing.plots import OTHER, PLAIN, POSTERIOR
 from tests.pixels import drawn, inked, share
 
 # The table of given networks, with a small network and made images in their place.
@@ -505,7 +505,7 @@ def test_the_spread_of_gamma_is_the_expected_one(result: Result) -> None:
 
 def test_gamma_is_that_of_the_full_posterior(result: Result) -> None:
     x, y = sampling._digits(QUICK)
-    model = trained(x, y, 10, RECIPE, 0)
+    model = train_mlp(x, y, 10, RECIPE, 0)
     for precision, gamma in zip(QUICK.precisions, result.arrays["γ"], strict=True):
         full = lw.fit(
             model, (x, y), "classification", method="full", prior=lw.isotropic(precision), tuner=None, progress=False

@@ -40,9 +40,8 @@ from experiments.stacked import StackedTraining
 from experiments.table_methods import METHODS, SLOW, Belief, Sizes, Task
 from experiments.tables import DEPTHS, KINDS, SPLITS, Tables
 from experiments.uci import read_split
-from lapwing.demo.regression import SplitTable
 from lapwing.demo.result import Result, Row, table
-from lapwing.demo.training import TrainingSettings
+from lapwing.demo.training import SplitTable, TrainingSettings
 from lapwing.errors import DataError, DivergedError, LapwingError, NumericalError
 from lapwing.runtime.trace import Trace
 from tests.references import dense

@@ -18,8 +18,8 @@ from experiments.vision.evidence_picture import picture
 from experiments.vision.networks import seeded
 from experiments.vision.regularised import Regularised
 from experiments.vision.rescaled import rescaled
-from lapwing.demo.figures import OTHER, POSTERIOR
 from lapwing.errors import DataError
+from lapwing.plots import OTHER, POSTERIOR
 from tests.pixels import drawn, share
 
 TINY = replace(

@@ -10,8 +10,7 @@ import pytest
 
 import lapwing as lw
 from tests.unit.cli.conftest import FITTED, Ran
-from tests.unit.cli.test_fit import classifier
-from tests.unit.cli.test_predict import columns
+from tests.unit.cli.test_commands import classifier, columns
 
 Run = Callable[..., Ran]
 FIT = f"fit {FITTED} --likelihood classification --prior 1 --method diagonal"

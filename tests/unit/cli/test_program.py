@@ -1,9 +1,10 @@
-"""The program: its commands, streams and exit codes."""
+"""The program, and damaged files that it reads."""
 
 from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import torch
 
 import lapwing
 from lapwing.cli import main
-from lapwing.cli.program import COMMANDS
+from lapwing.cli.commands import COMMANDS
+from tests.attack import command_line
 from tests.unit.cli.conftest import FITTED, Ran
+
+# The program: its commands, streams and exit codes.
 
 Run = Callable[..., Ran]
 FIT = f"fit {FITTED} --data train.npz --likelihood classification --prior 1"
@@ -84,7 +88,7 @@ def test_an_error_that_was_not_expected_is_a_line_too(run: Run, monkeypatch: pyt
     def fails(*_: object) -> None:
         raise ZeroDivisionError("one\nover nothing")
 
-    monkeypatch.setattr("lapwing.cli.check.seed_all", fails)
+    monkeypatch.setattr("lapwing.cli.commands.seed_all", fails)
     assert "ZeroDivisionError: one over nothing (not expected)" in run(f"check {FITTED} --data train.npz").error
 
 
@@ -92,7 +96,7 @@ def test_an_error_of_the_system_names_the_file(run: Run, monkeypatch: pytest.Mon
     def fails(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "train.npz")
 
-    monkeypatch.setattr("lapwing.cli.check.seed_all", fails)
+    monkeypatch.setattr("lapwing.cli.commands.seed_all", fails)
     assert run(f"check {FITTED} --data train.npz").error == "lapwing: train.npz: Permission denied. Check the path.\n"
 
 
@@ -166,3 +170,14 @@ def test_a_nul_in_an_argument_or_in_a_file_of_them(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         main([f"@{words}"])
     assert capsys.readouterr().err.count("NUL character") == 2
+
+
+# Damaged files of a command: the short form of ``python -m tests.attack command_line``.
+
+
+def test_damaged_files_are_read_or_refused_in_a_line(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        totals, wrong = command_line.attacked(30, seed=5, folder=tmp_path)
+    assert not wrong
+    assert totals["refused"] > 10

@@ -10,7 +10,7 @@ import torch
 
 import lapwing as lw
 from lapwing.decisions.strange import SCORES
-from lapwing.demo.training import TrainingSettings, trained
+from lapwing.demo.training import TrainingSettings, train_mlp
 from tests.tolerances import assert_close
 from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor
 
@@ -63,7 +63,7 @@ def trained_classifier(validation: bool) -> tuple[lw.Fitted, torch.Tensor]:
         return centres[y] + 0.8 * torch.randn(count, 10, dtype=D, generator=draws), y
 
     train, held_out = rows(300), rows(200)
-    model = trained(*train, 5, TrainingSettings(hidden=(50,), activation="relu", epochs=50, weight_decay=0.0), 0)
+    model = train_mlp(*train, 5, TrainingSettings(hidden=(50,), activation="relu", epochs=50, weight_decay=0.0), 0)
     posterior = lw.fit(model, [train], "classification", validation=held_out if validation else None, progress=False)
     return posterior, rows(300)[0]
 

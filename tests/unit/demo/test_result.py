@@ -1,4 +1,4 @@
-"""Results go to JSON and come back."""
+"""Results go to JSON and come back; tables as text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import lapwing
-from lapwing.demo.result import Result, Row, plain
+from lapwing.demo.result import Result, Row, plain, table
 from lapwing.demo.training import TrainingSettings
+
+# Results go to JSON and come back.
 
 RESULT = Result(
     "small", {"recipe": {"hidden": [3, 4]}}, 7, (Row("a", {"NLL": 0.5}), Row("b", {"NLL": 1.5}, "set")),
@@ -49,3 +51,30 @@ def test_settings_become_plain() -> None:
     assert fields["data_dir"] == "somewhere"
     assert fields["sets"] == ["wine"]
     assert fields["recipe"]["hidden"] == [50, 50]
+
+
+# Tables as text.
+
+
+def test_columns_line_up_and_notes_follow() -> None:
+    rows = (Row("plain network", {"NLL": 1.5, "RMSE": 123.456}), Row("posterior", {"NLL": -0.25, "RMSE": 2e-4}))
+    text = table(Result("digits", {}, 0, rows, {}, notes=("a note",)))
+    assert text.splitlines() == [
+        "digits",
+        "                  NLL      RMSE",
+        "plain network   1.500     123.5",
+        "posterior      -0.250  2.00e-04",
+        "  a note",
+    ]
+
+
+def test_groups_are_named_once_and_missing_scores_are_blank() -> None:
+    rows = (Row("plain", {"NLL": 1.0, "RMSE": 2.0}, "wine"), Row("kron", {"NLL": 3.0, "RMSE": 4.0}, "wine"),
+            Row("plain", {"NLL": 5.0}, "mean"))  # fmt: skip
+    assert table(Result("uci", {}, 0, rows, {})).splitlines() == [
+        "uci",
+        "               NLL   RMSE",
+        "wine  plain  1.000  2.000",
+        "      kron   3.000  4.000",
+        "mean  plain  5.000",
+    ]

@@ -1,0 +1,255 @@
+"""The three experiments of the demo: digits, diabetes patients, and a curve with a gap in the data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.datasets import load_diabetes, load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+
+import lapwing as lw
+from lapwing import metrics
+from lapwing.decisions.strange import default_score, scores_of
+from lapwing.demo.result import ExperimentReport, Result, Row, mean_scores, plain, save
+from lapwing.demo.training import (
+    PLAIN,
+    VALIDATED,
+    SplitTable,
+    TrainingSettings,
+    batches,
+    fits,
+    predict,
+    scores,
+    train_mlp,
+)
+from lapwing.plots import INK, AnswerProbabilities, fit_frame, new_figure, reliability, shade
+from lapwing.plots import PLAIN as PLAIN_COLOUR
+
+BINS = 10  # of the reliability diagrams
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Settings: the 8 x 8 digits of scikit-learn, with pixels from zero to one.
+
+    ``noise`` is the standard deviation that is added to every pixel of the noisy images. ``repeats`` is how often
+    data are split and a network is trained; scores are means over the repeats.
+    """
+
+    recipe: TrainingSettings = TrainingSettings(
+        hidden=(128, 128), activation="relu", learning_rate=1e-3, weight_decay=1e-4
+    )
+    noise: float = 0.5
+    test_share: float = 0.4
+    validation: int = 200
+    repeats: int = 3
+    seed: int = 0
+
+
+def run_digits(settings: Digits) -> Result:
+    """Train a network for each task and repeat; score all ways to predict on the same test images."""
+    start = time.perf_counter()
+    tasks = {
+        "digits": (0.0, settings.recipe),
+        "noisy digits": (settings.noise, settings.recipe),
+        "digits, BatchNorm": (0.0, replace(settings.recipe, batch_norm=True)),
+    }
+    rows: list[Row] = []
+    arrays: dict[str, list[float]] = {}
+    for task, (noise, recipe) in tasks.items():
+        by_name: dict[str, list[dict[str, float]]] = {}
+        for seed in range(settings.seed, settings.seed + settings.repeats):
+            train, held_out, (x, y) = split_digits(settings, noise, seed)
+            model = train_mlp(*train, 10, recipe, seed)
+            for name, posterior in fits(model, batches(*train, recipe.batch_size), held_out).items():
+                predictive = posterior.predict(x)
+                by_name.setdefault(name, []).append(_label_scores(posterior, predictive, x, y, shuffle_pixels(x, seed)))
+                confidence, label = predictive.probs.max(1)
+                for key, column in (("confidence", confidence), ("correct", (label == y).float())):
+                    arrays.setdefault(f"{task}/{name}/{key}", []).extend(column.tolist())
+        rows += [Row(name, mean_scores(repeats), task) for name, repeats in by_name.items()]
+    notes = (
+        f"means over {settings.repeats} splits; {settings.validation} images for validation, {len(y)} for testing",
+        "AUROC: do images with shuffled pixels have a higher score than digits? by the default score of ood",
+    )
+    seconds = {"total": time.perf_counter() - start}
+    return Result("digits", plain(settings), settings.seed, tuple(rows), seconds, arrays, notes)
+
+
+def split_digits(settings: Digits, noise: float, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Return images and labels for training, for validation and for testing."""
+    x, y = load_digits(return_X_y=True)
+    x = x / 16 + noise * np.random.default_rng(seed).standard_normal(x.shape)
+    parts: list[tuple[Any, Any]] = []
+    for size in (settings.test_share, settings.validation):
+        x, part_x, y, part_y = train_test_split(x, y, test_size=size, random_state=seed, stratify=y)
+        parts.insert(0, (part_x, part_y))
+    return [(torch.as_tensor(x).float(), torch.as_tensor(y).long()) for x, y in [(x, y), *parts]]
+
+
+def shuffle_pixels(x: Tensor, seed: int) -> Tensor:
+    """Return the images with the pixels of each in random order."""
+    order = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)).argsort(1)
+    return x.gather(1, order)
+
+
+def _label_scores(posterior: lw.Fitted, predictive: Any, x: Tensor, y: Tensor, strange: Tensor) -> dict[str, float]:
+    """Return the scores of predictions for test images, and whether strange ones are told from these."""
+    by = default_score(posterior)
+    return {
+        "NLL": -float(predictive.log_prob(y).mean()),
+        "ECE": metrics.ece(predictive.probs, y),
+        "accuracy": metrics.accuracy(predictive.probs, y),
+        "AUROC": metrics.auroc(*(scores_of(posterior, each, by, None, False) for each in (x, strange))),
+    }
+
+
+def draw_reliability(axis: Any, result: Result, task: str, names: Sequence[str]) -> None:
+    """Draw how often predictions are right against how confident they are, over the test images of all repeats."""
+    drawn, title = {}, [f"{task}:"]
+    for name in names:
+        confidence, right = (torch.tensor(result.arrays[f"{task}/{name}/{key}"]) for key in ("confidence", "correct"))
+        drawn[name] = AnswerProbabilities(confidence, right, of_classes=True)
+        title.append(
+            f"{name} {100 * float(confidence.mean()):.0f} % confident, {100 * float(right.mean()):.0f} % right"
+        )
+    reliability(drawn, bins=BINS, ax=axis)
+    axis.set_title("\n".join(title), fontsize=11)
+
+
+@dataclass(frozen=True)
+class Diabetes:
+    """Settings: 442 patients, ten measurements each. Scores are means over ``repeats`` splits and networks."""
+
+    recipe: TrainingSettings = TrainingSettings(weight_decay=1e-3)
+    test_share: float = 0.25
+    validation_share: float = 0.2  # of the other rows
+    repeats: int = 10
+    seed: int = 0
+
+
+def run_diabetes(settings: Diabetes) -> Result:
+    """Train a network for each repeat; score all ways to predict on the same patients."""
+    start = time.perf_counter()
+    repeats: dict[str, list[dict[str, float]]] = {}
+    arrays: dict[str, list[float]] = {}
+    for seed in range(settings.seed, settings.seed + settings.repeats):
+        table, held_out = split_diabetes(settings, seed)
+        model = train_mlp(*table.training, 1, settings.recipe, seed)
+        data = batches(*table.training, settings.recipe.batch_size)
+        for name, posterior in fits(model, data, table.standardised(*held_out)).items():
+            predicted = {**predict(posterior, table), "observed": table.y_test}
+            repeats.setdefault(name, []).append(scores(predicted, table.y_test))
+            for key, column in predicted.items():
+                arrays.setdefault(f"{name}/{key}", []).extend(column.tolist())
+    rows = tuple(Row(name, mean_scores(each)) for name, each in repeats.items())
+    note = (
+        f"means over {settings.repeats} splits; {len(table.y_train)} patients for training, {len(held_out[1])} for "
+        f"validation, {len(table.y_test)} for testing"
+    )
+    seconds = {"total": time.perf_counter() - start}
+    return Result("diabetes", plain(settings), settings.seed, rows, seconds, arrays, (note,))
+
+
+def split_diabetes(settings: Diabetes, seed: int) -> tuple[SplitTable, tuple[Tensor, Tensor]]:
+    """Return rows for training and testing, and rows for validation."""
+    x, y = load_diabetes(return_X_y=True)
+    x, x_test, y, y_test = train_test_split(x, y, test_size=settings.test_share, random_state=seed)
+    parts = (*train_test_split(x, y, test_size=settings.validation_share, random_state=seed), x_test, y_test)
+    x_train, x_held, y_train, y_held, x_test, y_test = (torch.as_tensor(part, dtype=torch.float64) for part in parts)
+    return SplitTable(x_train, y_train, x_test, y_test), (x_held, y_held)
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Settings: noisy points on a curve, with none between -1 and 1."""
+
+    recipe: TrainingSettings = TrainingSettings(epochs=500)
+    data: int = 200
+    noise_std: float = 0.3
+    seed: int = 0
+
+
+def run_bands(settings: Bands) -> Result:
+    """Fit the curve and predict across the gap and beyond both ends.
+
+    >>> result = run_bands(Bands(TrainingSettings(hidden=(5,), epochs=3), data=20))
+    >>> list(result.rows[0].scores)
+    ['epistemic std at data', 'epistemic std in gap', 'noise std']
+    """
+    start = time.perf_counter()
+    generator = torch.Generator().manual_seed(settings.seed)
+    side = torch.rand(settings.data, generator=generator, dtype=torch.float64) * 2 + 1
+    x = torch.where(torch.arange(settings.data) % 2 == 0, side, -side)
+    noise = torch.randn(settings.data, generator=generator, dtype=torch.float64)
+    y = curve(x) + settings.noise_std * noise
+    grid = torch.linspace(-4, 4, 401, dtype=torch.float64)
+    table = SplitTable(x.unsqueeze(1), y, grid.unsqueeze(1), curve(grid))
+    model = train_mlp(*table.training, 1, settings.recipe, settings.seed)
+    data = batches(*table.training, settings.recipe.batch_size)
+    predicted = predict(lw.fit(model, data, "regression", method=lw.Full(), progress=False), table)
+    alone = predict(lw.fit(model, data, "regression", method=lw.baselines.MapOnly(), progress=False), table)
+    epistemic = predicted["epistemic_std"]
+    scores = {
+        "epistemic std at data": float(epistemic[(grid.abs() - 2).abs() < 0.5].mean()),
+        "epistemic std in gap": float(epistemic[grid.abs() < 0.5].mean()),
+        "noise std": float((predicted["std"].square() - epistemic.square()).mean().sqrt()),
+    }
+    columns = {"x": x, "y": y, "grid": grid, "truth": curve(grid)}
+    columns |= {name: predicted[name] for name in ("mean", "std", "epistemic_std", "low", "high")}
+    columns |= {f"plain {name}": alone[name] for name in ("low", "high")}
+    arrays = {name: column.tolist() for name, column in columns.items()}
+    seconds = {"total": time.perf_counter() - start}
+    return Result("bands", plain(settings), settings.seed, (Row("posterior", scores),), seconds, arrays)
+
+
+def curve(x: Tensor) -> Tensor:
+    """Return the true function, without noise."""
+    return torch.sin(2 * x) + 0.3 * x
+
+
+def draw_bands(axis: Any, result: Result) -> None:
+    """Draw the data, the true curve, and the 95 % intervals with error bars and of the plain network."""
+    arrays = result.arrays
+    grid = arrays["grid"]
+    shade(axis, grid, arrays["low"], arrays["high"], label="Lapwing")
+    for end, label in (("low", None), ("high", "plain network")):
+        axis.plot(grid, arrays[f"plain {end}"], color=PLAIN_COLOUR, linewidth=1.6, label=label)
+    axis.plot(grid, arrays["truth"], color=INK, linestyle=":", linewidth=1.6, label="truth")
+    axis.set(xlabel="x", ylabel="y", xlim=(min(grid), max(grid)))
+    fit_frame(axis, torch.tensor(arrays["low"] + arrays["high"]), torch.tensor(arrays["x"]), torch.tensor(arrays["y"]))
+    axis.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.13), columnspacing=1.2)
+    axis.set_title("95 % intervals for y:\nLapwing's widen where there are no data", fontsize=11)
+
+
+def draw_overview(digits: Result, bands: Result, path: Path) -> None:
+    """Draw intervals around a curve with a gap in the data, and how often two classifiers of noisy digits are right."""
+    figure, axes = new_figure(1, 2, (11.6, 4.6), widths=(1.35, 1))
+    draw_bands(axes[0, 0], bands)
+    draw_reliability(axes[0, 1], digits, "noisy digits", (PLAIN, VALIDATED))
+    save(figure, path)
+
+
+def run_demo(out: Path, seed: int = 0, quick: bool = False) -> ExperimentReport:
+    """Run digits, diabetes and bands on one thread; ``quick`` trains each network once and for ten epochs only."""
+    shorten = (lambda recipe: replace(recipe, epochs=10)) if quick else (lambda recipe: recipe)
+    images, patients, curve = Digits(seed=seed), Diabetes(seed=seed), Bands(seed=seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the networks are small: more threads only wait for each other
+    try:
+        of_digits = run_digits(replace(images, recipe=shorten(images.recipe), repeats=1 if quick else images.repeats))
+        of_diabetes = run_diabetes(
+            replace(patients, recipe=shorten(patients.recipe), repeats=1 if quick else patients.repeats)
+        )
+        of_bands = run_bands(replace(curve, recipe=shorten(curve.recipe)))
+    finally:
+        torch.set_num_threads(threads)
+    pictures = {"overview.png": lambda result, path: draw_overview(result, of_bands, path)}
+    return ExperimentReport(out / "results.json", (of_digits, of_diabetes, of_bands), pictures)
