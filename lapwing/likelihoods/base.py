@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.predictives.joined import by_pixels
-from lapwing.runtime.settings import FINITE, NONE, NOT_NEGATIVE, NUMBER, one_of, require
-from lapwing.runtime.state import ABOVE_ZERO, SMALLEST, Array, Either, Field, Flag, Later, ListOf, Real, State, Text
+from lapwing.runtime.state import Either, Flag, Later, ListOf, Real, State, state_of, values_from
 from lapwing.values.functions import FunctionSamples
 from lapwing.values.gaussian import FunctionGaussian
 
+LOSS_WEIGHTS = ("class_weights", "pos_weight")  # settings that weight the loss
+OFFSET = Later(Either(Real(), ListOf(Real(), 1), ListOf(Real(), "C")))  # of logits, in files
 S = TypeVar("S", bound="LogitLikelihood")
 B = TypeVar("B", FunctionGaussian, FunctionSamples)
 
@@ -68,6 +69,15 @@ class Likelihood(Protocol):
     def predict_samples(self, samples: FunctionSamples) -> Any:
         """Return the predictive distribution of y from drawn functions; by default from their mean and covariance."""
         return self.predict(samples.gaussian)
+
+    def state(self) -> State:
+        """Return the settings for a file; by default those that are declared with ``setting``, which must be all."""
+        return state_of(self)
+
+    @classmethod
+    def from_state(cls, state: State) -> Any:
+        """Build the likelihood from its state."""
+        return cls(**values_from(cls, state))
 
     @property
     def prefers_samples(self) -> bool:
@@ -244,7 +254,6 @@ class LogitLikelihood(Likelihood, Protocol):
 
     temperature: float | Tensor
     link_temperature: float
-    saved_settings: ClassVar[Mapping[str, Field]] = {}  # what files hold besides the link and the temperatures
 
     @property
     def has_logits(self) -> bool:
@@ -277,30 +286,19 @@ class LogitLikelihood(Likelihood, Protocol):
         belief, offset = belief.scaled(1 / self.link_temperature), self.logit_offset
         return belief if offset is None else belief.moved(offset)
 
+    def state(self) -> State:
+        weighted = any(getattr(self, name, None) is not None for name in LOSS_WEIGHTS)
+        return state_of(self, corrected=True) if weighted else state_of(self)
+
     @classmethod
     def from_state(cls: type[S], state: State) -> S:
-        """Build the likelihood from its state; ``saved_settings`` says what its own settings are."""
-        common: dict[str, Field] = {
-            "link": Text(), "link_temperature": ABOVE_ZERO, "dispersion": Array((), SMALLEST),
-            "link_offset": Later(Either(ListOf(Real(), 1), ListOf(Real(), "C"))), "corrected": Later(Flag()),
-        }  # fmt: skip
-        fields = state.read(**common, **cls.saved_settings)
-        temperature = fields.pop("dispersion")
-        weights = fields.get("class_weights", fields.get("pos_weight"))
-        if not fields.pop("corrected", False) and weights is not None:  # a file of 0.2.0, which did not correct
+        values = values_from(cls, state, corrected=Later(Flag()))
+        weights = next((values[name] for name in LOSS_WEIGHTS if values.get(name) is not None), None)
+        if not values.pop("corrected", False) and weights is not None:  # a file of 0.2.0, which did not correct
             correction = offset_of(None, weights)
             assert correction is not None
-            fields["link_offset"] = -correction
-        return cls(**fields, temperature=temperature)  # type: ignore[call-arg]
-
-
-def check_logit_settings(likelihood: Any, links: Collection[str], **weights: Any) -> None:
-    """Raise if the settings that likelihoods with logits share are wrong; ``weights`` has one or None by its name."""
-    require(likelihood, link=one_of(links, DataError), temperature=NUMBER, link_temperature=NUMBER)
-    if likelihood.takes_offset:
-        require(likelihood, link_offset=FINITE | NONE)
-    for name, weight in weights.items():
-        (NOT_NEGATIVE | NONE).check(name, weight)
+            values["link_offset"] = -correction
+        return cls(**values)
 
 
 def offset_of(link_offset: Any, weights: Any) -> Tensor | None:
@@ -321,12 +319,6 @@ def check_offset(likelihood: Any, count: int) -> None:
     size = 1 if likelihood.link_offset is None else torch.as_tensor(likelihood.link_offset).numel()
     if size not in (1, count):
         raise DataError(f"{type(likelihood).__name__}: {size} offsets for {count} outputs; expected one for each.")
-
-
-def offset_settings(link_offset: Any, weights: Any) -> dict[str, Any]:
-    """Return an offset, and whether predictions are corrected for weights, as settings for a file; none if neither."""
-    settings = {} if link_offset is None else {"link_offset": torch.as_tensor(link_offset).reshape(-1).tolist()}
-    return settings if weights is None else {**settings, "corrected": True}
 
 
 def same_loss(loss: Tensor, own: Tensor) -> bool:
@@ -373,11 +365,6 @@ def matched(f: Tensor, y: Tensor, name: str) -> Tensor:
         + (f" or {tuple(f.shape[:-1])}" if f.shape[-1] == 1 else "")
         + ". Reshape the targets, or choose the likelihood that fits the output."
     )
-
-
-def plain_numbers(value: Any) -> Any:
-    """Return numbers from a user as what JSON can hold: a number, a list or None."""
-    return None if value is None else torch.as_tensor(value, dtype=torch.float64).tolist()
 
 
 def spread(weights: Tensor, like: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,28 +12,28 @@ from torch import Tensor
 
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import (
+    OFFSET,
     LogitLikelihood,
     OutputHessian,
-    check_logit_settings,
     check_offset,
     less_root,
     matched,
     offset_of,
-    offset_settings,
-    plain_numbers,
     refuse_other_loss,
     refuse_unused,
 )
 from lapwing.predictives.labels import BINARY_LINKS, BinaryPredictive
-from lapwing.runtime.settings import INTEGER, NONE, require
-from lapwing.runtime.state import MOST, Either, Field, ListOf, Maybe, Real, State, Whole, saved
+from lapwing.runtime.settings import FINITE, INTEGER, NONE, NOT_NEGATIVE, NUMBER, HasSettings, one_of, setting
+from lapwing.runtime.state import SMALLEST, Array, Either, ListOf, Maybe, Real, saved
 from lapwing.runtime.threads import uniform
 from lapwing.values.gaussian import FunctionGaussian
+
+WEIGHTS = Maybe(Either(Real(0), ListOf(Real(0), 1), ListOf(Real(0), "C")))  # of positive labels, in files
 
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Bernoulli(LogitLikelihood):
+class Bernoulli(HasSettings, LogitLikelihood):
     """Binary or multilabel classification: independent sigmoids and the binary cross-entropy loss.
 
     Targets are 0, 1 or a probability between them.
@@ -59,20 +59,12 @@ class Bernoulli(LogitLikelihood):
     tensor([0.6931])
     """
 
-    pos_weight: float | tuple[float, ...] | Tensor | None = None
-    ignore_index: int | None = None
-    link: str = "quadrature"
-    temperature: float | Tensor = 1.0
-    link_temperature: float = 1.0
-    link_offset: float | tuple[float, ...] | Tensor | None = None
-    saved_settings: ClassVar[Mapping[str, Field]] = {
-        "pos_weight": Maybe(Either(Real(0), ListOf(Real(0), 1), ListOf(Real(0), "C"))),
-        "ignore_index": Maybe(Whole(-MOST)),
-    }
-
-    def __post_init__(self) -> None:
-        check_logit_settings(self, BINARY_LINKS, pos_weight=self.pos_weight)
-        require(self, ignore_index=INTEGER | NONE)
+    pos_weight: float | tuple[float, ...] | Tensor | None = setting(None, NOT_NEGATIVE | NONE, stored=WEIGHTS)
+    ignore_index: int | None = setting(None, INTEGER | NONE)
+    link: str = setting("quadrature", one_of(BINARY_LINKS, DataError))
+    temperature: float | Tensor = setting(1.0, NUMBER, stored=Array((), SMALLEST), stored_as="dispersion")
+    link_temperature: float = setting(1.0, NUMBER)
+    link_offset: float | tuple[float, ...] | Tensor | None = setting(None, FINITE | NONE, stored=OFFSET)
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = matched(f, y, "Bernoulli")
@@ -146,11 +138,3 @@ class Bernoulli(LogitLikelihood):
     @property
     def logit_offset(self) -> Tensor | None:
         return offset_of(self.link_offset, self.pos_weight)
-
-    def state(self) -> State:
-        """Return settings and tensors for a file."""
-        weight = plain_numbers(self.pos_weight)
-        link = {"link": self.link, "link_temperature": self.link_temperature}
-        offset = offset_settings(self.link_offset, self.pos_weight)
-        settings = {"pos_weight": weight, "ignore_index": self.ignore_index, **link, **offset}
-        return State("Bernoulli", settings, {"dispersion": self.dispersion.detach()})

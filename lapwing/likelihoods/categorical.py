@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,26 +12,39 @@ from torch import Tensor
 
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.base import (
+    OFFSET,
     LogitLikelihood,
     OutputHessian,
-    check_logit_settings,
     check_offset,
     less_root,
     offset_of,
-    offset_settings,
-    plain_numbers,
     refuse_other_loss,
     refuse_unused,
     same_loss,
 )
 from lapwing.predictives.base import checked_distributions, is_soft
 from lapwing.predictives.labels import LINKS, SoftmaxPredictive, SoftmaxSamples
-from lapwing.runtime.settings import FLAG, INTEGER, Rule, integer, is_integer, is_real, require
-from lapwing.runtime.state import MEMBERS, MOST, Field, Flag, Later, ListOf, Maybe, Real, State, Whole, saved
+from lapwing.runtime.settings import (
+    FINITE,
+    FLAG,
+    INTEGER,
+    NONE,
+    NOT_NEGATIVE,
+    NUMBER,
+    HasSettings,
+    Rule,
+    integer,
+    is_integer,
+    is_real,
+    one_of,
+    setting,
+)
+from lapwing.runtime.state import MEMBERS, SMALLEST, Admitted, Array, Later, ListOf, Maybe, Real, Whole, saved
 from lapwing.runtime.threads import classes
 from lapwing.values.functions import FunctionSamples
 from lapwing.values.gaussian import FunctionGaussian
 
+WEIGHTS = Maybe(ListOf(Real(0), "C"))  # of classes, in files
 AVERAGED = ("pairwise", "mc")  # links that stand for the average softmax; the others were chosen for their formula
 
 SMOOTHING = Rule("a number from 0, below 1", lambda v: is_real(v) and 0 <= v < 1, DataError)
@@ -45,7 +58,7 @@ CLASS_DIM = Rule(
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Categorical(LogitLikelihood):
+class Categorical(HasSettings, LogitLikelihood):
     """Classification into C classes: a softmax over logits and the cross-entropy loss.
 
     Targets are class numbers (B, [T]), or probabilities of the classes (B, [T,] C) in floating point.
@@ -83,27 +96,17 @@ class Categorical(LogitLikelihood):
     tensor([0.6931])
     """
 
-    class_weights: Tensor | tuple[float, ...] | None = None
-    ignore_index: int = -100
-    link: str = "pairwise"
-    samples: int = 128
-    seed: int = 0
-    temperature: float | Tensor = 1.0
-    link_temperature: float = 1.0
-    link_offset: Tensor | tuple[float, ...] | None = None
-    shift: bool = False
-    class_dim: int | None = None
-    label_smoothing: float = 0.0
-    saved_settings: ClassVar[Mapping[str, Field]] = {
-        "class_weights": Maybe(ListOf(Real(0), "C")), "ignore_index": Whole(-MOST), "samples": Whole(1, MEMBERS),
-        "seed": Whole(-MOST), "shift": Flag(), "class_dim": Maybe(Whole(-1, -1)),
-        "label_smoothing": Later(Real(0, 1)),
-    }  # fmt: skip
-
-    def __post_init__(self) -> None:
-        check_logit_settings(self, LINKS, class_weights=self.class_weights)
-        require(self, ignore_index=INTEGER, samples=integer(1), seed=integer(0), shift=FLAG, class_dim=CLASS_DIM)
-        require(self, label_smoothing=SMOOTHING)
+    class_weights: Tensor | tuple[float, ...] | None = setting(None, NOT_NEGATIVE | NONE, stored=WEIGHTS)
+    ignore_index: int = setting(-100, INTEGER)
+    link: str = setting("pairwise", one_of(LINKS, DataError))
+    samples: int = setting(128, integer(), stored=Whole(1, MEMBERS))
+    seed: int = setting(0, integer(0))
+    temperature: float | Tensor = setting(1.0, NUMBER, stored=Array((), SMALLEST), stored_as="dispersion")
+    link_temperature: float = setting(1.0, NUMBER)
+    link_offset: Tensor | tuple[float, ...] | None = setting(None, FINITE | NONE, stored=OFFSET)
+    shift: bool = setting(False, FLAG)
+    class_dim: int | None = setting(None, CLASS_DIM)
+    label_smoothing: float = setting(0.0, SMOOTHING, stored=Later(Admitted(SMOOTHING)))
 
     @property
     def ignores_common_shift(self) -> bool:
@@ -292,14 +295,3 @@ class Categorical(LogitLikelihood):
     @property
     def prefers_samples(self) -> bool:
         return self.link in AVERAGED
-
-    def state(self) -> State:
-        """Return settings and tensors for a file."""
-        link = {
-            "link": self.link, "samples": self.samples, "seed": self.seed, "link_temperature": self.link_temperature,
-            **offset_settings(self.link_offset, self.class_weights),
-        }  # fmt: skip
-        tokens = {"ignore_index": self.ignore_index, "shift": self.shift, "class_dim": self.class_dim}
-        smoothing = {"label_smoothing": self.label_smoothing} if self.label_smoothing else {}
-        settings = {"class_weights": plain_numbers(self.class_weights), **tokens, **link, **smoothing}
-        return State("Categorical", settings, {"dispersion": self.dispersion.detach()})

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.likelihoods.base import Likelihood, OutputHessian, matched, plain_numbers, refuse_other_loss
+from lapwing.likelihoods.base import Likelihood, OutputHessian, matched, refuse_other_loss
 from lapwing.predictives.numbers import NormalPredictive, StudentPredictive
-from lapwing.runtime.settings import FLAG, NONE, NUMBER, NUMBERS, Rule, is_real, require
-from lapwing.runtime.state import ABOVE_ZERO, SMALLEST, Array, Either, Flag, ListOf, Maybe, Real, State, saved
+from lapwing.runtime.settings import FLAG, NONE, NUMBER, NUMBERS, HasSettings, Rule, is_real, setting
+from lapwing.runtime.state import ABOVE_ZERO, SMALLEST, Array, Either, ListOf, Maybe, Real, saved
 from lapwing.runtime.threads import sequential_normal
 from lapwing.values.gaussian import FunctionGaussian
 
 TENSOR_OR_NONE = Rule(
     "a tensor, or None", lambda v: isinstance(v, Tensor | None), DataError
 )  # a search sets the values
-NUMBER_OR_NONE, NUMBERS_OR_NONE = NUMBER | NONE, NUMBERS | NONE
+NOISE = Maybe(Either(ABOVE_ZERO, ListOf(ABOVE_ZERO, "C")))  # in files
 DEGREES = Rule(
     "an even number from 4, or infinity",
     lambda v: is_real(v) and (v == math.inf or (v >= 4 and v % 2 == 0)),
@@ -29,7 +29,7 @@ DEGREES = Rule(
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Gaussian(Likelihood):
+class Gaussian(HasSettings, Likelihood):
     """Regression with Gaussian noise, y = f(x) + noise, and the squared loss.
 
     Args:
@@ -54,16 +54,15 @@ class Gaussian(Likelihood):
     0.25
     """
 
-    noise_std: float | tuple[float, ...] | Tensor | None = None
-    per_output: bool = False
-    degrees: float = math.inf
-    tail_scale: float = 1.0
-    phi: Tensor | None = None
-    ratios: Tensor | None = None
+    noise_std: float | tuple[float, ...] | Tensor | None = setting(None, NUMBERS | NONE, stored=NOISE)
+    per_output: bool = setting(False, FLAG)
+    degrees: float = setting(math.inf, DEGREES, stored=Maybe(Real(4), math.inf))
+    tail_scale: float = setting(1.0, NUMBER)
+    phi: Tensor | None = setting(None, TENSOR_OR_NONE, stored=Array((), SMALLEST), stored_as="dispersion")
+    ratios: Tensor | None = setting(None, TENSOR_OR_NONE, stored=Maybe(Array(("C",), SMALLEST)))
 
     def __post_init__(self) -> None:
-        require(self, noise_std=NUMBERS_OR_NONE, per_output=FLAG, degrees=DEGREES, tail_scale=NUMBER)
-        require(self, phi=TENSOR_OR_NONE, ratios=TENSOR_OR_NONE)
+        super().__post_init__()
         if self.noise_std is None:
             return
         std = torch.as_tensor(self.noise_std, dtype=torch.float64)
@@ -113,7 +112,8 @@ class Gaussian(Likelihood):
         refuse_other_loss("Gaussian", (f - self.targets(f, y)).square().mean(), own)
 
     def check_outputs(self, f: Tensor) -> None:
-        require(self, phi=NUMBER_OR_NONE, ratios=NUMBERS_OR_NONE)
+        (NUMBER | NONE).check("phi", self.phi)
+        (NUMBERS | NONE).check("ratios", self.ratios)
 
     def _scale(self, f: Tensor) -> Tensor:
         return f.new_ones(f.shape[-1]) if self.ratios is None else self.ratios.to(f).rsqrt()
@@ -160,24 +160,6 @@ class Gaussian(Likelihood):
             return NormalPredictive(belief.marginal.widened(self.widening), self.widening * noise)
         return StudentPredictive(belief.marginal, noise, self.degrees, self.tail_scale)
 
-    def state(self) -> State:
-        """Return settings and tensors for a file."""
-        ratios = {} if self.ratios is None else {"ratios": self.ratios}
-        degrees = None if self.degrees == math.inf else self.degrees  # JSON has no infinity
-        noise = {"noise_std": plain_numbers(self.noise_std), "per_output": self.per_output}
-        settings = {**noise, "degrees": degrees, "tail_scale": self.tail_scale}
-        return State("Gaussian", settings, {"dispersion": self.dispersion.detach(), **ratios})
-
-    @classmethod
-    def from_state(cls, state: State) -> Gaussian:
-        """Build the likelihood from its state."""
-        fields = state.read(
-            noise_std=Maybe(Either(ABOVE_ZERO, ListOf(ABOVE_ZERO, "C"))), per_output=Flag(), degrees=Maybe(Real(4)),
-            tail_scale=ABOVE_ZERO, dispersion=Array((), SMALLEST), ratios=Maybe(Array(("C",), SMALLEST)),
-        )  # fmt: skip
-        degrees, phi = fields.pop("degrees"), fields.pop("dispersion")
-        return cls(**fields, degrees=math.inf if degrees is None else degrees, phi=phi)
-
 
 @saved
 @dataclass(frozen=True, eq=False)
@@ -222,12 +204,3 @@ class HeteroscedasticGaussian(Likelihood):
         noise = (belief.mean[..., size:] + 0.5 * belief.variance[..., size:]).exp()  # E exp(s) of a Gaussian s
         means = FunctionGaussian(belief.mean[..., :size], belief.marginal.cov[..., :size, :size])
         return NormalPredictive(means, noise)
-
-    def state(self) -> State:
-        """Return the state for a file; there is nothing to store."""
-        return State("HeteroscedasticGaussian")
-
-    @classmethod
-    def from_state(cls, state: State) -> HeteroscedasticGaussian:
-        """Build the likelihood from its state."""
-        return cls(**state.read())

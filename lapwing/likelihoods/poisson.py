@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood, OutputHessian, matched
 from lapwing.predictives.numbers import CountPredictive
-from lapwing.runtime.state import State, saved
+from lapwing.runtime.state import saved
 from lapwing.runtime.threads import poisson
 from lapwing.values.gaussian import FunctionGaussian
 
@@ -54,12 +54,3 @@ class Poisson(Likelihood):
 
     def predict(self, belief: FunctionGaussian) -> CountPredictive:
         return CountPredictive(belief.marginal)
-
-    def state(self) -> State:
-        """Return the state for a file; there is nothing to store."""
-        return State("Poisson")
-
-    @classmethod
-    def from_state(cls, state: State) -> Poisson:
-        """Build the likelihood from its state."""
-        return cls(**state.read())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -35,8 +35,19 @@ from lapwing.posteriors.base import Posterior, numbered_normals
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
 from lapwing.runtime.memory import PIECE, budget, evenly, gathered
-from lapwing.runtime.settings import declared_settings, integer
-from lapwing.runtime.state import Array, Maybe, PartOf, Real, State, Text, saved, setting_fields, settings_of
+from lapwing.runtime.settings import integer
+from lapwing.runtime.state import (
+    Array,
+    Maybe,
+    PartOf,
+    Real,
+    State,
+    Text,
+    refuse_undeclared,
+    saved,
+    setting_fields,
+    state_of,
+)
 from lapwing.runtime.threads import normal_rows
 from lapwing.runtime.trace import TRACE, Trace, trace_settings
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
@@ -67,12 +78,7 @@ def sums_data(cls: M) -> M:
         raise UnsupportedError(
             f"files already know a method {cls.__name__!r}, from {known.__module__}; give this one another name."
         )
-    undeclared = [each.name for each in fields(cls) if each.name not in declared_settings(cls)]
-    if undeclared:
-        raise UnsupportedError(
-            f"{cls.__name__} has the settings {', '.join(undeclared)}, and no declaration says what files may hold for "
-            "them; expected fields declared with setting(default, rule)."
-        )
+    refuse_undeclared(cls)
     _METHODS[cls.__name__] = cls
     return cls
 
@@ -84,7 +90,7 @@ class SummedBy:
     @staticmethod
     def state(method: SumsData) -> State:
         """Return the method as plain data."""
-        return State("SummedBy", {"name": type(method).__name__, **settings_of(method)})
+        return replace(state_of(method, name=type(method).__name__), name="SummedBy")
 
     @classmethod
     def from_state(cls, state: State) -> Any:

@@ -167,16 +167,17 @@ def nearest(name: Any, names: Collection[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def setting(default: Any, rule: Rule, *, stored: Any = None, **options: Any) -> Any:
+def setting(default: Any, rule: Rule, *, stored: Any = None, stored_as: str = "", **options: Any) -> Any:
     """Declare a field of a dataclass that inherits from ``HasSettings``.
 
     Args:
         default: The value of a setting that is not given.
         rule: What the setting must be.
         stored: The field of the setting in a file (``runtime.state``), if a file must hold more than the rule says.
+        stored_as: The attribute that a file holds in the place of the setting, if it is another one.
         options: As for ``dataclasses.field``.
     """
-    return field(default=default, metadata={"rule": rule, "stored": stored}, **options)
+    return field(default=default, metadata={"rule": rule, "stored": stored, "name": stored_as}, **options)
 
 
 def required(rule: Rule, **options: Any) -> Any:
@@ -238,12 +239,6 @@ def refuse_other_settings(kinds: Iterable[type]) -> None:
     """Let the constructors of these classes raise ``CallError`` for settings that they do not have."""
     for kind in set(kinds):
         kind.__init__ = refuse_other_arguments(kind.__init__)  # type: ignore[misc]
-
-
-def require(given: Any, **rules: Rule) -> None:
-    """Raise unless the attributes of these names are as the rules expect."""
-    for name, rule in rules.items():
-        rule.check(name, getattr(given, name))
 
 
 def usable_device(device: Any) -> torch.device:

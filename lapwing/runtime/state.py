@@ -14,7 +14,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import FileError, UnsupportedError
-from lapwing.runtime.settings import Rule, declared_settings
+from lapwing.runtime.settings import Rule, declared_settings, is_integer
 
 Sizes = dict[str, int]
 Length = int | str | None  # of a dimension: a number, a letter that stands for the same number everywhere, or any
@@ -218,17 +218,6 @@ def _is_moderate(value: Any) -> bool:
     return isinstance(value, str | None) or (isinstance(value, int) and abs(value) <= MOST)
 
 
-def settings_of(value: Any) -> dict[str, Any]:
-    """Return the settings of a dataclass by name, as a file holds them."""
-    return {name: getattr(value, name) for name in declared_settings(type(value))}
-
-
-def setting_fields(cls: type) -> dict[str, Field]:
-    """Return the field of each setting of a class, for ``State.read``: that of its declaration, or its rule."""
-    declared = {name: each.metadata for name, each in declared_settings(cls).items()}
-    return {name: each["stored"] or Admitted(each["rule"]) for name, each in declared.items()}
-
-
 @dataclass(frozen=True)
 class Samples:
     """Inputs of a network, a row for each sample: whole numbers, or real ones, which take the dtype of its weights."""
@@ -256,13 +245,13 @@ class Samples:
 
 
 class Maybe:
-    """A value, or none: null among settings, absent among tensors and parts."""
+    """A value, or none, which stands for ``none``: null among settings, absent among tensors and parts."""
 
-    def __init__(self, field: Field) -> None:
-        self.field, self.place = field, field.place
+    def __init__(self, field: Field, none: float | None = None) -> None:
+        self.field, self.place, self.none = field, field.place, none
 
     def checked(self, value: Any, sizes: Sizes) -> Any:
-        return None if value is None else self.field.checked(value, sizes)
+        return self.none if value is None else self.field.checked(value, sizes)
 
 
 class Later:
@@ -401,6 +390,58 @@ class State:
         {'scale': 2.0}
         """
         return read(self, fields)
+
+
+def state_of(value: Any, **more: Any) -> State:
+    """Return the state of a dataclass that declares its settings (``HasSettings``), and ``more`` settings."""
+    settings: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    refuse_undeclared(type(value))
+    fields = setting_fields(type(value))
+    for name, each in declared_settings(type(value)).items():
+        key = each.metadata["name"] or name
+        entry = getattr(value, key)
+        if fields[key].place == "tensors":
+            tensors |= {} if entry is None else {key: entry.detach()}
+        elif not isinstance(fields[key], Later) or _plain(entry) != each.default:
+            settings[key] = _plain(entry)
+    return State(type(value).__name__, {**settings, **more}, tensors)
+
+
+def values_from(cls: type, state: State, **more: Field) -> dict[str, Any]:
+    """Return the checked settings of a class from a state, by the names that its constructor takes, and more fields."""
+    values = state.read(**setting_fields(cls), **more)
+    for name, each in declared_settings(cls).items():
+        if each.metadata["name"]:
+            values[name] = values.pop(each.metadata["name"])
+    return values
+
+
+def setting_fields(cls: type) -> dict[str, Field]:
+    """Return the field of each setting of a class in a file: that of its declaration, or its rule."""
+    declared = [(name, each.metadata) for name, each in declared_settings(cls).items()]
+    return {each["name"] or name: each["stored"] or Admitted(each["rule"]) for name, each in declared}
+
+
+def refuse_undeclared(cls: type) -> None:
+    """Raise unless every field of a dataclass is declared with ``setting``: no file could hold the others."""
+    names = [each.name for each in fields(cls)] if is_dataclass(cls) else [cls.__name__]
+    undeclared = [name for name in names if not is_dataclass(cls) or name not in declared_settings(cls)]
+    if undeclared:
+        raise UnsupportedError(
+            f"{cls.__name__} has no file form, since nothing says what a file may hold for {', '.join(undeclared)}. "
+            "Declare every field with setting(default, rule), or write the methods state() and from_state()."
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as what JSON can hold: numbers and sequences of numbers without types; infinity as None."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if is_integer(value):
+        return int(value)
+    plain = torch.as_tensor(value, dtype=torch.float64).tolist()
+    return None if plain == math.inf else plain
 
 
 _CLASSES: dict[str, Any] = {}
