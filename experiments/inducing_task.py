@@ -96,5 +96,5 @@ def divergence(exact: Tensor, approximate: Tensor) -> float:
 def landmarks(task: Task, count: int, seed: int) -> Tensor:
     """Return the inputs that ELLA draws with this seed, (M, 1); its posterior keeps directions only."""
     generator = derived_generator(torch.Generator().manual_seed(seed), torch.empty(0))
-    inputs: Tensor = Pool.drawn(Data((task.x, task.y), task.x.device), count, generator).inputs
+    inputs: Tensor = Pool.draw(Data((task.x, task.y), task.x.device), count, generator).inputs
     return inputs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import files
-from lapwing.data.batches import Data, in_steps
+from lapwing.data.batches import Data, cut_for_training
 from lapwing.data.inputs import Batch, Inputs
 from lapwing.data.known_rows import KnownRows
 from lapwing.data.processes import Processes, in_all_processes
@@ -74,7 +74,7 @@ def problem_of(
     output: tuple[str | int, ...] = (),
 ) -> Problem:
     """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
-    first, several = data.look()
+    first, several = data.peek()
     network = Network.build(model, several.inputs, named("weights", weights), output)
     refuse_other_models(network.model, data.processes)
     f = network(first.inputs)
@@ -84,7 +84,7 @@ def problem_of(
         chosen = chosen.prepared(mean_squared_residual(network, chosen, network.arranging(data)))
     given = prior_given(1.0 if prior is None else prior)
     groups = members(network, scale_free_groups(network, first.inputs)) if given.needs_groups else None
-    groups = data.processes.every(groups)[0] if given.needs_groups else None
+    groups = data.processes.gather_values(groups)[0] if given.needs_groups else None
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
 
 
@@ -112,7 +112,7 @@ def chosen_by(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
         few = network.take(batch.inputs, slice(0, LOOKED)) if few is None else few
         # Ignored data count too: they have rows of zeros in a design.
         rows += checked_targets(network, problem.likelihood, batch)[0].numel()
-    rows, few = sum(data.processes.each(rows)), data.processes.lent(few)
+    rows, few = sum(data.processes.gather_numbers(rows)), data.processes.first_available(few)
     workload = workload_of(network, few, max(1, rows // torch.Size(network.output_shape).numel()))
     classes = problem.likelihood.has_logits
     choice = auto.choose(selection.size, rows, workload.single, problem.learn_prior, workload, classes)
@@ -156,8 +156,8 @@ def _in_step(posterior: Posterior, processes: Processes) -> Posterior:
         return posterior
     values, noise = posterior.problem.prior.values, posterior.noise
     own = [values.detach()] if noise is None else [values.detach(), noise.detach()]
-    first = processes.same(own)
-    if processes.all(all(map(torch.equal, own, first))):
+    first = processes.copy_of_first(own)
+    if processes.all_true(all(map(torch.equal, own, first))):
         return posterior
     posterior = posterior.with_problem(posterior.problem.with_precisions(first[0]))
     return posterior if noise is None else posterior.with_noise(first[1])
@@ -175,14 +175,14 @@ def exact_other(posterior: Posterior, data: Data, generator: torch.Generator | N
     rows = statistics.data * outputs
     if torch.Size(problem.network.output_shape).numel() > MANY:  # a backward pass for every output of every input
         return None
-    counted = data.processes.all(not data.weighted)  # a sum of weights does not say how many rows there are
+    counted = data.processes.all_true(not data.has_weights)  # a sum of weights does not say how many rows there are
     small = size <= LARGEST or (counted and rows <= LARGEST)
     method: Method = KernelSpace()
     if small and ROWS * outputs < size and outputs <= FEW_OUTPUTS and 8 * ROWS * outputs * size <= MEMORY:
         data = _some_rows(problem.network, data, ROWS / statistics.data, generator)
     elif size <= LARGEST:
         method = Full()
-    elif not (small and rows <= size and 8 * rows * size <= MEMORY and data.processes.all(data.repeats())):
+    elif not (small and rows <= size and 8 * rows * size <= MEMORY and data.processes.all_true(data.is_repeatable())):
         return None
     exact = tuned_by(method.fit(problem, data, generator), None, data)
     apart = problem.network.normalised or statistics.data > 2 * ROWS
@@ -201,11 +201,11 @@ def _some_rows(network: Network, data: Data, share: float, generator: torch.Gene
         if len(rows):
             targets = batch.targets[rows.to(batch.targets.device)]
             batches.append((network.take(batch.inputs, rows), targets, weights[drawn]))
-    total, kept = (sum(data.processes.every(number)) for number in (total, kept))
+    total, kept = (sum(data.processes.gather_values(number)) for number in (total, kept))
     if not kept:
         return data
     each = total / kept
-    weighted = each != 1 or data.weighted
+    weighted = each != 1 or data.has_weights
     source = [(x, Weighted(y, weights * each) if weighted else y) for x, y, weights in batches]
     return Data(source, data.device, progress=data.progress, processes=data.processes)
 
@@ -217,7 +217,8 @@ def _agreed_scale(posterior: Any, exact: Any, data: Data) -> float:
     norms cancel the scale of weights, the evidence for that scale means little, and where few of the data are looked
     at, directions that others determine are missing: the exact variances are then up to a hundred times too large.
     """
-    for each in () if data.processes.alone else (posterior, exact):  # not at the first batch: a process may have none
+    # Not at the first batch: a process may have none.
+    for each in () if data.processes.is_single_process else (posterior, exact):
         each.prepare()
     variances, count = list[Tensor](), 0
     phi = exact.problem.likelihood.noise_variance
@@ -229,7 +230,7 @@ def _agreed_scale(posterior: Any, exact: Any, data: Data) -> float:
         count += batch.n_samples
         if count >= COMPARED:
             break
-    everywhere = data.processes.gather(torch.cat(variances) if variances else None)
+    everywhere = data.processes.gather_rows(torch.cat(variances) if variances else None)
     assert everywhere is not None
     wide, own = everywhere.median(0).values.tolist()
     return math.sqrt(min(1.0, wide / own)) if own > 0 else 1.0
@@ -238,9 +239,9 @@ def _agreed_scale(posterior: Any, exact: Any, data: Data) -> float:
 def finished(posterior: Any, data: Data, held_out: Data | None, more: tuple[str, ...] = ()) -> Any:
     """Return the posterior with the remarks on the data of all processes, and ``more``, after those of its tuner."""
     processes = data.processes
-    for each in () if processes.alone else getattr(posterior, "members", (posterior,)):  # those of a mixture
+    for each in () if processes.is_single_process else getattr(posterior, "members", (posterior,)):
         each.prepare()  # so that a process can predict without the others
-    remarks = processes.every((*data.findings, *(held_out.findings if held_out else ()), *more))
+    remarks = processes.gather_values((*data.findings, *(held_out.findings if held_out else ()), *more))
     return with_findings(posterior, tuple(dict.fromkeys(remark for each in remarks for remark in each)))
 
 
@@ -333,7 +334,7 @@ def fit(
     GENERATOR.check("generator", generator)
     model, data = plain_module(model), plain_data(model, data)
     processes = Processes.of(process_group)
-    generator = processes.generator(generator)
+    generator = processes.common_generator(generator)
     chosen, why = named("method", method), ""
     if tuner is not None:
         checked_tuner(tuner)
@@ -346,11 +347,11 @@ def fit(
         each = [fit(one, data, likelihood, method=chosen.method, **settings) for one in chosen.networks(model)]
         combined = chosen.combined([fitted.posterior for fitted in each])
         return replace(each[0], posterior=combined, method=type(chosen).__name__)
-    shown = shows_progress(progress) and processes.writes
+    shown = shows_progress(progress) and processes.is_main_process
     device, dtype = device_of(model), arithmetic_of(model)
-    batches = Data(data, device, target_key, shown, processes=processes, dtype=dtype, sketched=True)
+    batches = Data(data, device, target_key, shown, processes=processes, dtype=dtype, keep_sketch=True)
     before = structure_of(unwrapped(model))
-    held_out = None if validation is None else batches.beside(validation, "validation")
+    held_out = None if validation is None else batches.with_source(validation, "validation")
     if weights is None and isinstance(chosen, SelectsWeights):
         weights = chosen.weights
     problem = problem_of(model, batches, likelihood, weights, prior, path_of(output))
@@ -360,7 +361,7 @@ def fit(
     refuse_processes(chosen, processes)
     if held_out is not None:
         held_out = problem.network.arranging(held_out)
-        held_out.look()
+        held_out.peek()
         for batch in held_out.batches("checking validation data", weighted=True):
             named_targets(problem.network, problem.likelihood, batch, held_out.name)
         chosen = chosen.stopped_by(held_out) if isinstance(chosen, StopsEarly) else chosen
@@ -447,13 +448,13 @@ def train(
     (PATH | NONE).check("checkpoint", checkpoint)
     (Rule("the state of a run", lambda v: isinstance(v, TrainingState)) | PATH | NONE).check("resume", resume)
     device, processes = device_of(model), Processes.of(process_group)
-    shown = shows_progress(progress) and processes.writes
+    shown = shows_progress(progress) and processes.is_main_process
     dtype = arithmetic_of(model)
-    source = in_steps(data, dtype)
+    source = cut_for_training(data, dtype)
     batches = Data(
-        source, device, target_key, shown, stream=Stream(0, device), processes=processes, dtype=dtype, sketched=True
+        source, device, target_key, shown, stream=Stream(0, device), processes=processes, dtype=dtype, keep_sketch=True
     )
-    several = batches.look()[1]
+    several = batches.peek()[1]
     refuse_other_models(unwrapped(model), processes)
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.data.inputs import Batch, Inputs, accepts, as_tensors, moved
+from lapwing.data.inputs import Batch, Inputs, accepts_arguments, as_tensors, move_inputs
 from lapwing.data.samples import TARGET_KEYS
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood
@@ -161,7 +161,7 @@ def check(
     model = plain_module(model)
     device = device_of(model)
     given, targets = _inputs(model, as_tensors(batch, arithmetic_of(model)))
-    inputs = moved(given, lambda t: t.to(device))
+    inputs = move_inputs(given, lambda t: t.to(device))
     network = Network.build(model, inputs, named("weights", weights), path_of(output))
     problem = _problem(network, likelihood)
     workload = workload_of(network, inputs, data)
@@ -213,9 +213,9 @@ def _inputs(model: nn.Module, batch: Inputs) -> tuple[Inputs, Tensor | None]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         return batch, None
     first: Any = batch[0]
-    suffices = isinstance(first, Mapping) or accepts(model, (first,))
+    suffices = isinstance(first, Mapping) or accepts_arguments(model, (first,))
     if isinstance(first, tuple | list):
-        suffices = suffices or accepts(model, tuple(first))
+        suffices = suffices or accepts_arguments(model, tuple(first))
     second = batch[1] if isinstance(batch[1], Tensor) else None
     return (first, second) if suffices else (batch, None)
 

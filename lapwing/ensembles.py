@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lapwing.api import train
 from lapwing.data.batches import Data, Reading
-from lapwing.data.inputs import placed
+from lapwing.data.inputs import named_leaves
 from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.ensemble import renewed
@@ -118,7 +118,7 @@ class Described:
     def _pass(cls, data: Data) -> Described:
         rows, targets = Reading(), Reading()
         for batch in data.batches("reading"):
-            leaves = (leaf for _, leaf in placed(batch.inputs) if isinstance(leaf, Tensor))
+            leaves = (leaf for _, leaf in named_leaves(batch.inputs) if isinstance(leaf, Tensor))
             rows.add((*leaves, batch.targets), batch.n_samples)
             targets.add((batch.targets,), batch.n_samples)
         return cls(rows, targets)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing import files
-from lapwing.data.inputs import Inputs, as_tensors, check_finite, moved, wants_slopes
+from lapwing.data.inputs import Inputs, as_tensors, check_finite, move_inputs, wants_slopes
 from lapwing.data.known_rows import KnownRows
 from lapwing.data.processes import ALONE, Processes, in_all_processes
 from lapwing.data.streams import InputStream, is_loader
@@ -207,7 +207,7 @@ class Fitted:
             return images.predictive(joined(each, home))
         first = next(each, None)
         own = None if first is None else joined(chain([first], each), torch.device("cpu"))
-        images.over(processes.every(images.form))
+        images.over(processes.gather_values(images.form))
         return images.predictive(joined_processes(own, processes, home))
 
     @outside_autocast
@@ -852,7 +852,7 @@ class Fitted:
         """
         self._unchanged()
         chosen = MaximiseEvidence() if tuner is None else tuner
-        with self.processes.together():
+        with self.processes.share_errors():
             tuned = applied(chosen, self.base, processes=self.processes)
             reused = tuned_on(self.rows, chosen, self.network, self.processes)
             return replace(self, posterior=with_findings(tuned, reused.findings), rows=reused.rows)
@@ -898,12 +898,12 @@ class Fitted:
         """
         self._unchanged()
         GENERATOR.check("generator", generator)
-        shown = shows_progress(progress) and self.processes.writes
+        shown = shows_progress(progress) and self.processes.is_main_process
         options: dict[str, Any] = {"target_key": target_key, "progress": shown, "processes": self.processes}
-        options["sketched"] = True
+        options["keep_sketch"] = True
         more = self.network.reading(data, "new data", **options)
         self.posterior.require(Posterior.updated, SUM, self.method)
-        with self.processes.together():
+        with self.processes.share_errors():
             rows = self.rows.with_training(more.sketch())
             return replace(self, posterior=self.posterior.updated(more, generator), rows=rows)
 
@@ -1006,10 +1006,10 @@ class Fitted:
         """
         PATH.check("path", path)
         self._unchanged()
-        if not self.processes.alone and self.base.is_sampled:
-            with self.processes.together():
+        if not self.processes.is_single_process and self.base.is_sampled:
+            with self.processes.share_errors():
                 self.posterior.state()  # its products over the data need all processes
-        if self.processes.writes:
+        if self.processes.is_main_process:
             about = files.About(self.method, self.why, self.rows, self.columns)
             files.save(self.posterior, self.fingerprint, about, path)
 
@@ -1061,10 +1061,10 @@ class Fitted:
         processes: Processes = ALONE,
     ) -> tuple[Iterable[Inputs] | None, torch.device]:
         """Return the batches of a loader, None for one batch that stays where it is, and the device of the answer."""
-        network, visible = self.network, shows_progress(progress) and processes.writes
+        network, visible = self.network, shows_progress(progress) and processes.is_main_process
         home = network.device if device is None else usable_device(device)
         if not is_loader(x, network.input_places):
-            if not processes.alone:
+            if not processes.is_single_process:
                 raise UnsupportedError(
                     f"a process_group of {processes.size} and one batch of inputs; expected a loader or a Dataset, of "
                     "which each process reads its part. Leave out process_group: every process can predict by itself."
@@ -1089,7 +1089,7 @@ class Fitted:
         self._unchanged()
         device = self.network.device
         x = as_tensors(x, self.network.arithmetic)
-        x = moved(x, lambda t: (t if slopes or not t.requires_grad else t.detach()).to(device))
+        x = move_inputs(x, lambda t: (t if slopes or not t.requires_grad else t.detach()).to(device))
         if wants_slopes(x) and not self.posterior.differentiable:
             raise UnsupportedError(
                 f"x requires a gradient, and the beliefs of {self.method} are not differentiable in the inputs. Use "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.data.inputs import call, wants_slopes
+from lapwing.data.inputs import call_model, wants_slopes
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
@@ -378,7 +378,7 @@ class Predicting(PosteriorModule):
         x = named if named else inputs[0] if len(inputs) == 1 else inputs
         predictive = self.fitted.predict(x)
         with torch.no_grad():
-            raw = self.raw(call(self.model, x))
+            raw = self.raw(call_model(self.model, x))
         shaped = lambda values: values.reshape(raw.shape) if values.numel() == raw.numel() else values
         if self.returns == "moments":
             return tuple(map(shaped, _moments(self.fitted, predictive, x)))

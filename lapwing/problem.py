@@ -143,7 +143,7 @@ def data_count(network: Network, likelihood: Likelihood, data: Data) -> int | fl
     for batch in data.batches("counting", weighted=True):
         own += float(weighted_count(likelihood, *checked_targets(network, likelihood, batch), batch.weights))
     data.refuse_same_parts()
-    return checked_count(as_count(sum(data.processes.every(own))))
+    return checked_count(as_count(sum(data.processes.gather_values(own))))
 
 
 def checked_count(count: int | float) -> int | float:
@@ -199,4 +199,4 @@ def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) 
         total += squares.flatten(0, -2).sum(0)
         count += float(weighted_count(likelihood, f, y, weights))
     (total,) = data.processes.sum([total])
-    return total / checked_count(sum(data.processes.every(count)))
+    return total / checked_count(sum(data.processes.gather_values(count)))

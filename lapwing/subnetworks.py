@@ -192,7 +192,7 @@ def by_swag(
     problem, batches = problem_and_data(model, data, likelihood, None, None, target_key, progress)
     candidates = problem.network
     if within is not None:
-        candidates = Network.build(model, batches.look()[1].inputs, named("weights", within))
+        candidates = Network.build(model, batches.peek()[1].inputs, named("weights", within))
     positions = positions_of(model, candidates.selection)
     count_of(n, len(positions))  # refuse before the training
     settings = replace(swag or SWAG(), rank=2)  # deviations are not used
@@ -395,7 +395,7 @@ def greedy(
         alone = squared_gradients(problem, batches) / (curvature_diagonal(posterior) / phi + added)
         kept = alone.argsort(descending=True, stable=True)[:size].sort().values
     positions = positions_of(model, problem.network.selection).to(device)[kept]
-    network = Network.build(model, batches.look()[1].inputs, Subnetwork(positions))
+    network = Network.build(model, batches.peek()[1].inputs, Subnetwork(positions))
     gram, curvature = (
         full_curvature(Sweep(network, problem.likelihood, batches, Seeds(seeds), "pool", closed=False), network).matrix
         for seeds in ("jacobian", "ggn")

@@ -74,7 +74,7 @@ class SharedPart:
     def forward(self, v: Tensor) -> Tensor:
         parts = [part.forward(v).double() for part in self.own()]
         parts = parts or [torch.zeros(len(v), 0, dtype=torch.float64, device=self.like.device)]
-        everywhere = self.processes.gather(torch.cat(parts, 1).mT.contiguous(), self.counts)
+        everywhere = self.processes.gather_rows(torch.cat(parts, 1).mT.contiguous(), self.counts)
         assert everywhere is not None
         return everywhere.mT
 
@@ -128,10 +128,10 @@ class NetworkDesign:
             raise DataError(f"part is {part}; expected at least one datum in each part.")
         if cache is None:
             cache = int(CACHE * budget(network.device))
-        data, processes = data.steady(), data.processes
+        data, processes = data.requiring_same_rows(), data.processes
         given, kept_data = data, fixed(data, cache)
         given.refuse_same_parts()
-        data = kept_data if processes.all(kept_data is not given) else given
+        data = kept_data if processes.all_true(kept_data is not given) else given
         part = None if part is None else -(-part // processes.size)
         sweep = Sweep(network, likelihood, data, Seeds(curvature), "Jacobian", part)
         kept: list[LayerJacobians] | None = []
@@ -145,9 +145,9 @@ class NetworkDesign:
                 nbytes += kept[-1].nbytes
                 if nbytes > cache:
                     kept = None
-        factors = tuple(kept) if processes.all(kept is not None) and kept is not None else None
+        factors = tuple(kept) if processes.all_true(kept is not None) and kept is not None else None
         source = None if data is given else given
-        counts = processes.every(rows if part is not None else [sum(rows)])
+        counts = processes.gather_values(rows if part is not None else [sum(rows)])
         return cls(
             network, likelihood, data, factors, sweep.statistics, sum(map(sum, counts)), curvature, part,
             source=source, counts=tuple(zip_longest(*counts, fillvalue=0)),
@@ -193,7 +193,7 @@ class NetworkDesign:
                 own = some.whole().flatten(0, 1)
                 matrix[start : start + len(own)] = own
                 start += len(own)
-        everywhere = processes.gather(matrix, [sum(column) for column in zip(*self.counts, strict=True)])
+        everywhere = processes.gather_rows(matrix, [sum(column) for column in zip(*self.counts, strict=True)])
         assert everywhere is not None
         return everywhere
 
@@ -264,7 +264,7 @@ def refuse_redrawn(design: NetworkDesign) -> None:
     The data kept of a loader that augments at random would be one random draw.
     """
     if design.source is not None:
-        design.source.repeats()
+        design.source.is_repeatable()
 
 
 def fixed(data: Data, most: int) -> Data:
@@ -306,12 +306,12 @@ class TangentModel(Protocol):
 
 def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> TangentModel:
     """Return the tangent model with its Jacobian in memory if it fits, else one that streams over the data."""
-    data = data.steady()
+    data = data.requiring_same_rows()
     rows, shape = 0, network.output_shape
     for batch in data.batches("counting"):
         seen = batch.targets.shape if len(shape) == 2 else batch.targets.shape[:1]  # tokens may differ between batches
         rows += seen[:2].numel() * shape[-1]
-    most = max(data.processes.each(rows))
+    most = max(data.processes.gather_numbers(rows))
     room = int(KEPT * budget(network.device))
     entries = most * network.selection.size
     dtype = torch.float64 if 8 * entries <= EXACT else network.dtype

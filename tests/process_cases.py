@@ -352,12 +352,12 @@ def exchanges(share: Share) -> Result:
     unknown = torch.ones(2, dtype=torch.float16) if alone.rank == alone.size - 1 else None
     sums = alone.sum([counts.clone(), torch.full((400, 400), 1.0 + alone.rank), unknown, None])
     x = torch.tensor([1.0, 2.0], requires_grad=True)
-    (inside,) = alone.entering(x)
-    y = alone.total((1 + alone.rank) * inside.square().sum())
+    (inside,) = alone.sum_gradients(x)
+    y = alone.differentiable_sum((1 + alone.rank) * inside.square().sum())
     (y * x[0]).backward()
     jobs = [lambda i=i: [torch.full((i + 1,), float(i)), None] for i in range(4)]
-    found = alone.shared(jobs, [3.0, 1.0, 1.0, 1.0], torch.device("cpu"))
-    rows = alone.gather(torch.zeros(alone.rank, 2) if alone.rank else None)
+    found = alone.run_jobs(jobs, [3.0, 1.0, 1.0, 1.0], torch.device("cpu"))
+    rows = alone.gather_rows(torch.zeros(alone.rank, 2) if alone.rank else None)
     gathered = 0 if rows is None else len(rows)
     ranks = torch.arange(alone.size, dtype=torch.float64) + 1
     expected = [
@@ -368,10 +368,10 @@ def exchanges(share: Share) -> Result:
         float(y.detach()) == 5 * float(ranks.sum()),
         torch.equal(x.grad, torch.tensor([2.0 + 5.0, 4.0]) * float(ranks.sum())),
         [int(t[0][0]) for t in found] == [0, 1, 2, 3] and all(t[1] is None for t in found),
-        alone.every(alone.rank) == list(range(alone.size)),
-        alone.lent(alone.rank or None) == (alone.rank or (1 if alone.size > 1 else None)),
-        alone.start(2) == (2 * alone.rank, 2 * alone.size),
-        torch.equal(alone.same([torch.tensor([float(alone.rank)])])[0], torch.zeros(1)),
+        alone.gather_values(alone.rank) == list(range(alone.size)),
+        alone.first_available(alone.rank or None) == (alone.rank or (1 if alone.size > 1 else None)),
+        alone.offset_and_total(2) == (2 * alone.rank, 2 * alone.size),
+        torch.equal(alone.copy_of_first([torch.tensor([float(alone.rank)])])[0], torch.zeros(1)),
         gathered == sum(range(alone.size)),
     ]
     return {"right": torch.tensor(expected).double(), "all": torch.ones(len(expected)).double()}

@@ -322,9 +322,9 @@ class FactorSum:
 
     def settle(self, processes: Processes) -> None:
         """Agree with the other processes on the form: rows if those of all are few, else this one sums its own."""
-        if processes.alone or not self._most_rows:
+        if processes.is_single_process or not self._most_rows:
             return
-        kept = processes.each(-1 if self._kept is None else sum(x.shape[1] for x in self._kept))
+        kept = processes.gather_numbers(-1 if self._kept is None else sum(x.shape[1] for x in self._kept))
         if min(kept) < 0 or sum(kept) > self._most_rows:
             self._still_few(self._most_rows + 1)
         else:
@@ -389,10 +389,10 @@ def share_spectra(factors: Sequence[Any], processes: Processes) -> None:
     each = [factor for factor in factors if not isinstance(factor, DiagonalFactor)]
     tensors = [factor.rows if isinstance(factor, RowsFactor) else factor.matrix for factor in each]
     work = [float(min(t.shape[1:])) ** 2 * max(t.shape[1:]) for t in tensors]
-    own = [factor for factor, owner in zip(each, processes.owners(work), strict=True) if owner == processes.rank]
+    own = [factor for factor, owner in zip(each, processes.job_owners(work), strict=True) if owner == processes.rank]
     decompose(own)  # those of equal size together
     jobs = [partial(_spectrum_numbers, factor) for factor in each]
-    spectra = processes.shared(jobs, work, tensors[0].device if tensors else torch.device("cpu"))
+    spectra = processes.run_jobs(jobs, work, tensors[0].device if tensors else torch.device("cpu"))
     for factor, (values, vectors) in zip(each, spectra, strict=True):
         basis = (ThinBasis if isinstance(factor, RowsFactor) else FullBasis)(vectors)
         vars(factor)["spectrum"] = Spectrum(values, basis)  # where its cached property looks

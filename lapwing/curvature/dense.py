@@ -217,7 +217,7 @@ def full_curvature(sweep: Sweep, network: Network) -> FullCurvature:
     outer, of_pairs = sweep.processes.sum(own)
     parts = [] if outer is None else [mirrored(outer)]
     if of_pairs is not None:
-        if not sweep.processes.alone:  # the order of the sum is not the same for all entries
+        if not sweep.processes.is_single_process:  # the order of the sum is not the same for all entries
             symmetrise(of_pairs)
         parts.append(_spread_pairs(of_pairs, network))
     return FullCurvature(reduce(Tensor.add_, parts), network.selection)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lapwing.curvature.base import Curvature
 from lapwing.data.batches import Data
-from lapwing.data.inputs import check_finite, merged
+from lapwing.data.inputs import check_finite, merge_batches
 from lapwing.data.processes import ALONE, Processes
 from lapwing.errors import DataError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import (
@@ -329,7 +329,7 @@ class Sweep:
     @cached_property
     def estimate(self) -> Estimate | None:
         """After the iteration, how the curvature was estimated, with its error for all data; None if it is exact."""
-        if not self.seeds.sampled or not any(self.processes.each(int(self._drew))):
+        if not self.seeds.sampled or not any(self.processes.gather_numbers(int(self._drew))):
             return None
         return Estimate(self.seeds.draws, self.error.relative(self.processes, len(self.network.layout)))
 
@@ -380,7 +380,7 @@ class Sweep:
         # the time of a pass. It stops below the largest block that was ever freed, up to 32 MB: so free one.
         torch.empty(min(31 * 2**20, temporary(torch.device("cpu"))), dtype=torch.uint8)
         batches = self.data.batches(self.label, weighted=True)
-        for batch in merged(batches, lambda inputs: network.joined(inputs, n_seeds)):
+        for batch in merge_batches(batches, lambda inputs: network.joined(inputs, n_seeds)):
             _, y = checked_targets(network, likelihood, batch)
             # Sums stay on the device until the batch is done: reading one makes a GPU wait.
             before = total.clone()

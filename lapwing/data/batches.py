@@ -31,17 +31,17 @@ from lapwing.data.inputs import (
     Inputs,
     SampleRows,
     as_tensors,
+    batch_digest,
     check_finite,
-    digest,
     is_numbers,
-    moved,
-    placed,
+    move_inputs,
+    named_leaves,
     take,
     tensors_in,
 )
 from lapwing.data.known_rows import RowSketch, Sketching
 from lapwing.data.processes import ALONE, Processes
-from lapwing.data.samples import Part, Share, Weighted, checked_weights, refuse_copies, share_of, target_name
+from lapwing.data.samples import Part, Share, Weighted, as_weights, refuse_copies, share_of, target_name
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.runtime.settings import KEY, is_array, seen
 from lapwing.runtime.threads import ProgressBar, Stream, at_once, normal, undisturbed
@@ -73,9 +73,9 @@ def as_source(source: Any, name: str, processes: Processes, dtype: torch.dtype |
             f"pair (inputs, targets) of tensors or arrays.{mapping}"
         )
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        return whole_loader(source, processes)
+        return dataset_loader(source, processes)
     if is_pair(source):
-        batch = batch_of(source, None, dtype)  # arrays become tensors once, and not at every pass
+        batch = to_batch(source, None, dtype)  # arrays become tensors once, and not at every pass
         refuse_unequal(batch.inputs, batch.targets, name)
         return [(batch.inputs, batch.targets if batch.weights is None else Weighted(batch.targets, batch.weights))]
     _refuse_half_pair(source, name)
@@ -130,20 +130,20 @@ def _kind(value: Any) -> str:
     return seen(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def whole_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[Any]:
+def dataset_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[Any]:
     """Return a loader of a data set of single samples; of several processes, each reads its part of it.
 
     A loader draws a seed for workers at every pass, from a generator of its own here: the global one is the user's.
     """
-    part = None if processes.alone else Part(dataset, processes.group)  # type: ignore[arg-type]
+    part = None if processes.is_single_process else Part(dataset, processes.group)  # type: ignore[arg-type]
     return DataLoader(dataset, BATCH, sampler=part, generator=torch.Generator())
 
 
-def in_steps(source: Any, dtype: torch.dtype) -> Any:
+def cut_for_training(source: Any, dtype: torch.dtype) -> Any:
     """Return the data for training: a pair of more than 256 rows as batches in random order; others as they are."""
     if not is_pair(source):
         return source
-    batch = batch_of(source, None, dtype)
+    batch = to_batch(source, None, dtype)
     per_sample = SampleRows().per_sample(batch.inputs, batch.n_samples)
     return ShuffledPair(batch, per_sample) if batch.n_samples > BATCH and any(per_sample) else source
 
@@ -169,7 +169,7 @@ class ShuffledPair:
         return -(-self.whole.n_samples // BATCH)
 
 
-def batch_of(item: Any, target_key: str | None, dtype: torch.dtype | None) -> Batch:
+def to_batch(item: Any, target_key: str | None, dtype: torch.dtype | None) -> Batch:
     """Return an item of a source as a batch; its weights, if there are any, are not checked yet.
 
     Arrays become tensors, floating-point ones of inputs with this dtype; None leaves arrays of inputs as they are.
@@ -230,7 +230,7 @@ class Reading:
     def add(self, tensors: Iterable[Tensor], count: int) -> None:
         """Add a batch of ``count`` samples; a tensor with another number of rows belongs to all of them."""
         self.rows += count
-        tables = [_table(t) for t in tensors if t.layout == torch.strided and not t.is_quantized]
+        tables = [_rows_as_table(t) for t in tensors if t.layout == torch.strided and not t.is_quantized]
         widths = tuple(t.shape[1] for t in tables)
         if self.widths is None:
             self.widths, device = widths, tables[0].device if tables else torch.device("cpu")
@@ -260,7 +260,7 @@ class Reading:
         return f"gave other rows, by {gap:.2g} of their size" if gap > TOLERANCE else ""
 
 
-def _table(t: Tensor) -> Tensor:
+def _rows_as_table(t: Tensor) -> Tensor:
     t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     return t.reshape(len(t) if t.ndim else 1, -1) if t.numel() else t.reshape(len(t) if t.ndim else 1, 0)
 
@@ -288,7 +288,7 @@ class Readings:
 LOOKED = 3  # batches that are looked at for one with several samples
 
 
-def read(source: Iterable[Any], drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
+def read_items(source: Iterable[Any], drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
     """Yield what the source yields. Ctrl-C is raised at once while it is read, which may take any time."""
     ended = object()
     with drawing(), at_once():
@@ -319,14 +319,14 @@ class Data:
     readings: Readings = field(default_factory=Readings, repr=False)
     stream: Stream | None = None  # the random numbers that the source draws, if not from the global generators as is
     processes: Processes = ALONE  # those that read the other parts
-    arranged: Callable[[Batch], Batch] | None = None  # applied to every batch, see ``Network.arranging``
+    arrange: Callable[[Batch], Batch] | None = None  # applied to every batch, see ``Network.arranging``
     dtype: torch.dtype | None = None  # of the tensors that arrays of inputs become; None refuses arrays
-    sketched: bool = False  # whether the first complete pass leaves a sketch of its rows in ``readings``
+    keep_sketch: bool = False  # whether the first complete pass leaves a sketch of its rows in ``readings``
 
     def __post_init__(self) -> None:
         KEY.check("target_key", self.target_key)
         object.__setattr__(self, "source", as_source(self.source, self.name, self.processes, self.dtype))
-        if self.share is not None and not self.processes.alone:
+        if self.share is not None and not self.processes.is_single_process:
             self.share.refuse_other(self.processes, self.name)
 
     @cached_property
@@ -334,26 +334,26 @@ class Data:
         """What the sampler of the source says about the part that it gives, if it says anything."""
         return None if self.in_memory else share_of(self.source, self.name)
 
-    def beside(self, source: Iterable[Any], name: str) -> Data:
+    def with_source(self, source: Iterable[Any], name: str) -> Data:
         """Return other data, read in the same way and by the same processes."""
         return Data(
             source, self.device, self.target_key, self.progress, name, processes=self.processes, dtype=self.dtype,
-            sketched=self.sketched,
+            keep_sketch=self.keep_sketch,
         )  # fmt: skip
 
     def sketch(self) -> RowSketch | None:
         """Return the sketch of the rows of all processes; None if they cannot be compared. Read the data if needed."""
         if self.readings.sketching is None:
-            for _ in replace(self, sketched=True, arranged=None).batches("", weighted=True):
+            for _ in replace(self, keep_sketch=True, arrange=None).batches("", weighted=True):
                 pass
         assert self.readings.sketching is not None
         sketch = self.readings.sketching.value()
-        if not self.processes.all(sketch is not None):
+        if not self.processes.all_true(sketch is not None):
             return None
         return None if sketch is None else sketch.everywhere(self.processes)
 
     @property
-    def weighted(self) -> bool:
+    def has_weights(self) -> bool:
         """Whether a batch that was read had weights."""
         return self.readings.weighted
 
@@ -368,14 +368,14 @@ class Data:
         Data with weights are refused unless the caller is ``weighted``: it uses them, or needs none.
         """
         reading = None if self.in_memory else Reading()
-        sketching = Sketching() if self.sketched and self.readings.sketching is None else None
+        sketching = Sketching() if self.keep_sketch and self.readings.sketching is None else None
         rows, share = 0, self.share
         items = ProgressBar(self.source, label, visible=True) if self.progress and label else self.source
         for position, item in enumerate(self._read(items)):
-            batch = batch_of(item, self.target_key, self.dtype)
+            batch = to_batch(item, self.target_key, self.dtype)
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
-            batch = self._checked(batch, position)
+            batch = self._check_and_move(batch, position)
             if batch.weights is not None:
                 self._note_weights(weighted, label)
             if share is not None and share.rows is not None and rows + batch.n_samples > share.rows:
@@ -386,12 +386,12 @@ class Data:
             if sketching is not None:
                 sketching.add(batch.inputs, batch.targets, batch.n_samples)
             if reading is not None:
-                leaves = (leaf for _, leaf in placed(batch.inputs) if isinstance(leaf, Tensor))
+                leaves = (leaf for _, leaf in named_leaves(batch.inputs) if isinstance(leaf, Tensor))
                 tensors = (*leaves, batch.targets, batch.weights)
                 reading.add((t for t in tensors if t is not None), batch.n_samples)
                 self._refuse_more(reading)
-            yield self._in_form(batch, position)
-        if not rows and self.processes.alone:
+            yield self._arrange_batch(batch, position)
+        if not rows and self.processes.is_single_process:
             raise DataError(
                 f"{self.name} is empty: no batch was yielded; expected at least one with rows, (inputs, targets)."
             )
@@ -411,10 +411,10 @@ class Data:
                 "Budget and Integrate, and by train and updated; for others repeat the samples with a large weight."
             )
 
-    def _in_form(self, batch: Batch, position: int) -> Batch:
+    def _arrange_batch(self, batch: Batch, position: int) -> Batch:
         """Return the batch as ``arranged`` makes it; an error says which one it was."""
         try:
-            return batch if self.arranged is None else self.arranged(batch)
+            return batch if self.arrange is None else self.arrange(batch)
         except DataError as error:
             raise DataError(f"{self._where(position)}: {error}") from error
 
@@ -434,7 +434,7 @@ class Data:
         rows = slice(share.rows - before)
         return Batch(take(batch.inputs, flags, rows), batch.targets[rows], batch.key, batch.weights_of(rows))
 
-    def steady(self) -> Data:
+    def requiring_same_rows(self) -> Data:
         """Return the same data, refused from now on if a pass does not give the rows of the first one.
 
         For methods that compare numbers of several passes. A list in memory is the same at every pass.
@@ -443,7 +443,7 @@ class Data:
         data._refuse_other()
         return data
 
-    def repeats(self) -> bool:
+    def is_repeatable(self) -> bool:
         """Return whether two passes give the same rows, in any order; read a loader until two were complete."""
         while not self.in_memory and self.readings.passes < 2:
             for _ in self.batches("reading again", weighted=True):
@@ -453,9 +453,9 @@ class Data:
     @property
     def findings(self) -> tuple[str, ...]:
         """Remarks if passes gave different rows, for results that are sums over one pass or another, or too few."""
-        return (*self._missing(), *self._changed())
+        return (*self._unread_rows(), *self._changed_rows())
 
-    def _missing(self) -> tuple[str, ...]:
+    def _unread_rows(self) -> tuple[str, ...]:
         share = self.share
         if share is not None and share.parts > self.processes.size:
             return (
@@ -469,7 +469,7 @@ class Data:
             )
         return ()
 
-    def _changed(self) -> tuple[str, ...]:
+    def _changed_rows(self) -> tuple[str, ...]:
         if not self.readings.difference:
             return ()
         return (
@@ -494,10 +494,10 @@ class Data:
     def _read(self, source: Iterable[Any]) -> Iterator[Any]:
         """Yield what the source yields, and draw its random numbers from the stream if there is one."""
         if self.in_memory:  # a list draws no random numbers
-            return read(source, nullcontext)
-        return read(source, undisturbed if self.stream is None else self.stream.drawing)
+            return read_items(source, nullcontext)
+        return read_items(source, undisturbed if self.stream is None else self.stream.drawing)
 
-    def look(self) -> tuple[Batch, Batch]:
+    def peek(self) -> tuple[Batch, Batch]:
         """Return the first batch, and the first batch with several samples, if one of the first three has several.
 
         Otherwise both are the first batch. With one sample alone, nothing shows whether samples mix. The source is
@@ -507,7 +507,7 @@ class Data:
             DataError: If no process has data, or several have the same first batch: each must read its own part.
 
         >>> x = torch.arange(4.0)[:, None]
-        >>> first, several = Data([(x[:1], x[:1]), (x[1:], x[1:])], torch.device("cpu")).look()
+        >>> first, several = Data([(x[:1], x[:1]), (x[1:], x[1:])], torch.device("cpu")).peek()
         >>> first.n_samples, several.n_samples
         (1, 3)
         """
@@ -516,8 +516,8 @@ class Data:
             batches.append(batch)
             if batch.n_samples > 1:
                 break
-        if not self.processes.alone:
-            batches = self._lent(batches)
+        if not self.processes.is_single_process:
+            batches = self._with_first_available(batches)
         return batches[0], batches[-1] if batches[-1].n_samples > 1 else batches[0]
 
     def refuse_same_parts(self) -> None:
@@ -525,26 +525,26 @@ class Data:
 
         A loader that shuffles shows it only then.
         """
-        if self.processes.alone or self.readings.compared:
+        if self.processes.is_single_process or self.readings.compared:
             return
         first = None if self.share is not None else self.readings.first
         complete = self.in_memory or self.readings.first is not None
-        facts = self.processes.every((complete, None if first is None else first.mark()))
+        facts = self.processes.gather_values((complete, None if first is None else first.mark()))
         self.readings.compared = all(each for each, _ in facts)
         refuse_copies([mark for _, mark in facts], self.name, lambda one, other: not one.difference(other))
 
-    def _lent(self, batches: list[Batch]) -> list[Batch]:
+    def _with_first_available(self, batches: list[Batch]) -> list[Batch]:
         """Return the batches; those of the first process that has data where this one has none.
 
         Raise if two processes have the same first batch: their data would count twice. A batch of one sample may be the
         same by chance, and a sampler that gives parts is known to give others.
         """
         known = self.share is not None or not batches or batches[0].n_samples < 2
-        facts = self.processes.every((bool(batches), None if known else digest(batches[0])))
+        facts = self.processes.gather_values((bool(batches), None if known else batch_digest(batches[0])))
         refuse_copies([mark for _, mark in facts], self.name)
         if all(has for has, _ in facts):
             return batches
-        lent = self.processes.lent([batch.to(torch.device("cpu")) for batch in batches] or None)
+        lent = self.processes.first_available([batch.to(torch.device("cpu")) for batch in batches] or None)
         if lent is None:
             raise DataError(
                 f"{self.name} is empty in all processes: no batch was yielded; expected at least one with rows, "
@@ -552,15 +552,15 @@ class Data:
             )
         return batches or [batch.to(self.device) for batch in lent]
 
-    def _checked(self, batch: Batch, position: int) -> Batch:
+    def _check_and_move(self, batch: Batch, position: int) -> Batch:
         if batch.targets.is_complex():
             raise DataError(f"targets are {batch.targets.dtype}; expected real numbers. Give real and imaginary parts.")
         move = lambda t: (t.detach() if t.requires_grad else t).to(self.device, non_blocking=True)
-        inputs, targets = moved(batch.inputs, move), moved(batch.targets, move)
+        inputs, targets = move_inputs(batch.inputs, move), move_inputs(batch.targets, move)
         where = self._where(position)
         check_finite(inputs, f"inputs of {where}")
         check_finite(targets, f"targets of {where}")
         weights = None
         if batch.weights is not None:
-            weights = checked_weights(batch.weights, batch.n_samples, self.device, where)
+            weights = as_weights(batch.weights, batch.n_samples, self.device, where)
         return Batch(inputs, targets, batch.key, weights)

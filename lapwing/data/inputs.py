@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lapwing.data.samples import SampleSet, standard, tensors_of
+from lapwing.data.samples import SampleSet, tensors_of, to_sample_set
 from lapwing.errors import DataError
 from lapwing.runtime.settings import is_array
 from lapwing.runtime.state import rebuilt
@@ -87,7 +87,7 @@ def tensors_in(tree: Inputs) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
         return
-    for _, leaf in placed(tree):
+    for _, leaf in named_leaves(tree):
         yield from (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf)
 
 
@@ -96,7 +96,7 @@ def wants_slopes(tree: Inputs) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(tree))
 
 
-def placed(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Any]]:
+def named_leaves(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Any]]:
     """Yield every leaf of a nesting in order, with a name for its place.
 
     The number of dimensions is part of the name: a context for each sample has one more than a context for all samples.
@@ -105,10 +105,10 @@ def placed(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, Any]]:
         yield f"{place}: {inputs.ndim if isinstance(inputs, Tensor) else 'set'}", inputs
     elif isinstance(inputs, Mapping):
         for key, value in inputs.items():
-            yield from placed(value, f"{place}[{key!r}]")
+            yield from named_leaves(value, f"{place}[{key!r}]")
     elif isinstance(inputs, tuple | list):
         for number, value in enumerate(inputs):
-            yield from placed(value, f"{place}[{number}]")
+            yield from named_leaves(value, f"{place}[{number}]")
 
 
 def place_name(key: str) -> str:
@@ -125,7 +125,7 @@ def is_numbers(value: Any) -> bool:
     first = value
     while isinstance(first, tuple | list) and first:
         first = first[0]
-    return first is not value and isinstance(first, int | float) and not any(placed(value))
+    return first is not value and isinstance(first, int | float) and not any(named_leaves(value))
 
 
 def n_rows(leaf: Leaf) -> int:
@@ -135,15 +135,15 @@ def n_rows(leaf: Leaf) -> int:
     return len(leaf)
 
 
-def call(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
+def call_model(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
     """Call the model as its signature asks: mappings by keyword, tuples by position, anything else as one argument.
 
     ``more`` are further arguments by keyword.
     """
-    if not isinstance(inputs, Tensor) and any(isinstance(leaf, SampleSet) for _, leaf in placed(inputs)):
+    if not isinstance(inputs, Tensor) and any(isinstance(leaf, SampleSet) for _, leaf in named_leaves(inputs)):
         inputs = map_leaves(inputs, lambda leaf: leaf if isinstance(leaf, Tensor) else leaf.arguments())
     if isinstance(inputs, Mapping):
-        if accepts(model, (), inputs):
+        if accepts_arguments(model, (), inputs):
             return model(**inputs, **more)
         names = [*_signature(model).parameters]
         if set(names) & set(inputs):  # it takes some of these keys by name: others are too many, or some are missing
@@ -153,11 +153,11 @@ def call(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
             )
         return model(inputs, **more)
     if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence):
-        return model(*inputs, **more) if accepts(model, tuple(inputs)) else model(inputs, **more)
+        return model(*inputs, **more) if accepts_arguments(model, tuple(inputs)) else model(inputs, **more)
     return model(inputs, **more)
 
 
-def takes(model: Callable[..., Any], name: str) -> bool:
+def has_argument(model: Callable[..., Any], name: str) -> bool:
     """Return whether the model's signature has an argument of this name."""
     return name in _signature(model).parameters
 
@@ -166,7 +166,9 @@ def _signature(model: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(getattr(model, "forward", model))
 
 
-def accepts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool:
+def accepts_arguments(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> bool:
     """Return whether the model's signature takes these arguments."""
     try:
         _signature(model).bind(*args, **(kwargs or {}))
@@ -181,13 +183,13 @@ def refuse_meta(*trees: Inputs) -> None:
         raise DataError("a tensor is on the meta device and has no numbers; expected data on a CPU or a GPU.")
 
 
-def moved(inputs: Inputs, move: Callable[[Tensor], Tensor]) -> Inputs:
+def move_inputs(inputs: Inputs, move: Callable[[Tensor], Tensor]) -> Inputs:
     """Return the inputs with every tensor moved; packed sequences and nested tensors become sets of samples.
 
     Raises:
         DataError: If a tensor has no numbers.
     """
-    inputs = map_leaves(inputs, standard)
+    inputs = map_leaves(inputs, to_sample_set)
     refuse_meta(inputs)
     return map_tensors(inputs, move)
 
@@ -213,12 +215,12 @@ def check_finite(tree: Inputs, what: str) -> None:
 class SampleRows:
     """The knowledge from earlier batches about each tensor: whether it has a row for each sample.
 
-    ``known`` maps places (see ``placed``) to answers. A tensor of one row shows nothing: it may be shared in some
+    ``known`` maps places (see ``named_leaves``) to answers. A tensor of one row shows nothing: it may be shared in some
     batches and have a row for each sample in others.
 
     >>> import torch
     >>> x, context = torch.zeros(4, 2), torch.zeros(6, 3)
-    >>> rows = SampleRows().learned((x, context), 4)
+    >>> rows = SampleRows().with_batch((x, context), 4)
     >>> rows.per_sample((torch.zeros(6, 2), context), 6)
     (True, False)
     >>> rows.count((torch.zeros(5, 2), context))
@@ -231,7 +233,7 @@ class SampleRows:
         """Return the number of samples, or None where only the outputs of a model can say it."""
         if isinstance(inputs, Tensor) and inputs.ndim:
             return inputs.shape[0]
-        leaves = list(placed(inputs))
+        leaves = list(named_leaves(inputs))
         for _, leaf in leaves:
             if not isinstance(leaf, Tensor):
                 return len(leaf)
@@ -253,17 +255,17 @@ class SampleRows:
 
     def per_sample(self, inputs: Inputs, n_samples: int) -> tuple[bool, ...]:
         """Return for each tensor, in order, whether it has a row for each sample."""
-        return tuple(n_rows(t) == n_samples and self.known.get(key, True) for key, t in placed(inputs))
+        return tuple(n_rows(t) == n_samples and self.known.get(key, True) for key, t in named_leaves(inputs))
 
-    def is_open(self, inputs: Inputs, n_samples: int) -> bool:
+    def is_undecided(self, inputs: Inputs, n_samples: int) -> bool:
         """Return whether a tensor met for the first time may have as many rows as there are samples by chance."""
         flags = self.per_sample(inputs, n_samples)
-        new = any(flag and key not in self.known for flag, (key, _) in zip(flags, placed(inputs), strict=True))
+        new = any(flag and key not in self.known for flag, (key, _) in zip(flags, named_leaves(inputs), strict=True))
         return new and n_samples > 1 and sum(flags) > 1
 
     def refuse_change(self, inputs: Inputs, n_samples: int) -> None:
         """Raise if a tensor that had a row for each sample has another number of rows now."""
-        for key, t in placed(inputs):
+        for key, t in named_leaves(inputs):
             if self.known.get(key) and n_rows(t) not in (1, n_samples):  # one row is spread over all samples
                 raise DataError(
                     f"{place_name(key)} has {n_rows(t)} rows for {n_samples} samples and had one for each sample in an "
@@ -271,14 +273,14 @@ class SampleRows:
                     "batch if all samples share it, or give each sample its row."
                 )
 
-    def learned(self, inputs: Inputs, n_samples: int) -> SampleRows:
+    def with_batch(self, inputs: Inputs, n_samples: int) -> SampleRows:
         """Return the knowledge after a batch of this many samples."""
         flags = self.per_sample(inputs, n_samples)
-        answers = {key: flag for flag, (key, t) in zip(flags, placed(inputs), strict=True) if n_rows(t) != 1}
+        answers = {key: flag for flag, (key, t) in zip(flags, named_leaves(inputs), strict=True) if n_rows(t) != 1}
         return SampleRows({**self.known, **answers})
 
 
-def in_both(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
+def per_sample_in_both(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
     """Return which tensors have a row for each sample in two batches: what is shared in one is shared in both.
 
     An empty tuple stands for no batch.
@@ -291,10 +293,10 @@ def in_both(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
 def take(inputs: Inputs, per_sample: Sequence[bool], rows: slice | Tensor) -> Inputs:
     """Return some samples of a batch: tensors with a row for each sample are cut, the others stay whole."""
     flags = iter(per_sample)
-    return map_leaves(inputs, lambda leaf: _some(leaf, rows) if next(flags) else leaf)
+    return map_leaves(inputs, lambda leaf: _take_rows(leaf, rows) if next(flags) else leaf)
 
 
-def _some(leaf: Leaf, rows: slice | Tensor) -> Leaf:
+def _take_rows(leaf: Leaf, rows: slice | Tensor) -> Leaf:
     if isinstance(leaf, Tensor):
         return leaf[rows if isinstance(rows, slice) else rows.to(leaf.device)]
     return leaf.take(torch.arange(len(leaf))[rows] if isinstance(rows, slice) else rows)
@@ -310,7 +312,7 @@ class Batch:
     weights: Tensor | None = None  # of the samples, (B,) in float64; None if each counts once
 
     @property
-    def labels(self) -> bool:
+    def targets_are_labels(self) -> bool:
         """Whether the targets are what a model takes as ``labels``: they have that name, or are one of its inputs."""
         same = lambda t: t.shape == self.targets.shape and bool(((t == self.targets) | (self.targets < 0)).all())
         return self.key == "labels" or any(same(t) for t in tensors_in(self.inputs) if not t.is_floating_point())
@@ -330,7 +332,7 @@ class Batch:
         return None if self.weights is None else self.weights[rows]
 
 
-def digest(batch: Batch) -> bytes:
+def batch_digest(batch: Batch) -> bytes:
     """Return a few bytes that two batches share only if all their numbers are the same."""
     total = hashlib.blake2b(digest_size=16)
     for tensor in (*tensors_in(batch.inputs), batch.targets):
@@ -339,7 +341,7 @@ def digest(batch: Batch) -> bytes:
     return total.digest()
 
 
-def merged(batches: Iterable[Batch], rows: int | Callable[[Inputs], int]) -> Iterator[Batch]:
+def merge_batches(batches: Iterable[Batch], rows: int | Callable[[Inputs], int]) -> Iterator[Batch]:
     """Yield consecutive batches of plain tensors, joined until they hold at least ``rows`` samples.
 
     ``rows`` is a number, or a function from the inputs of a batch to the number for samples like these.
@@ -350,20 +352,20 @@ def merged(batches: Iterable[Batch], rows: int | Callable[[Inputs], int]) -> Ite
     waiting: list[Batch] = []
     count, form = 0, None
     for batch in batches:
-        before, form = form, _plain_rows(batch)
+        before, form = form, _row_form(batch)
         if waiting and form != before:
-            yield _joined(waiting)
+            yield _concat(waiting)
             waiting, count = [], 0
         waiting.append(batch)
         count += batch.n_samples
         if form is None or count >= (rows(batch.inputs) if callable(rows) else rows):
-            yield _joined(waiting)
+            yield _concat(waiting)
             waiting, count = [], 0
     if waiting:
-        yield _joined(waiting)
+        yield _concat(waiting)
 
 
-def _plain_rows(batch: Batch) -> tuple[Any, ...] | None:
+def _row_form(batch: Batch) -> tuple[Any, ...] | None:
     """Return shapes and dtypes of the rows of inputs and targets; None if the inputs are not one tensor of rows."""
     x, y = batch.inputs, batch.targets
     if not isinstance(x, Tensor) or not x.ndim or not y.ndim or len(x) != len(y):
@@ -371,7 +373,7 @@ def _plain_rows(batch: Batch) -> tuple[Any, ...] | None:
     return x.shape[1:], x.dtype, y.shape[1:], y.dtype, batch.weights is None
 
 
-def _joined(batches: list[Batch]) -> Batch:
+def _concat(batches: list[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
     inputs, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs", "targets"))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.data.inputs import n_rows, placed
+from lapwing.data.inputs import n_rows, named_leaves
 from lapwing.data.processes import Processes
 from lapwing.errors import DataError
 from lapwing.runtime.state import Array, Maybe, PartOf, State, Whole, distinct, saved
@@ -78,10 +78,10 @@ class RowSketch:
 
     def everywhere(self, processes: Processes) -> RowSketch:
         """Return the sketch of the rows of all processes."""
-        if processes.alone:
+        if processes.is_single_process:
             return self
-        facts = processes.every((self.rows, self.totals, self.limit))
-        marks = processes.gather(self.marks)
+        facts = processes.gather_values((self.rows, self.totals, self.limit))
+        marks = processes.gather_rows(self.marks)
         assert marks is not None
         totals = (sum(each[1][0] for each in facts) % TOTAL, sum(each[1][1] for each in facts) % TOTAL)
         rows, limit = sum(each[0] for each in facts), min(each[2] for each in facts)
@@ -259,7 +259,7 @@ def _sums(inputs: Any, targets: Tensor | None, count: int) -> tuple[Tensor, Tens
     They do not depend on the dtype: numbers are rounded to float32, and 1 is 1.0. Zeros at the end of a row change
     nothing, so that padding does not.
     """
-    leaves = sorted(placed(inputs), key=lambda pair: pair[0])
+    leaves = sorted(named_leaves(inputs), key=lambda pair: pair[0])
     tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
     if len(tensors) < len(leaves) or any(t.is_quantized for t in tensors):
         return None

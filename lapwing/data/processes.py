@@ -25,8 +25,8 @@ from lapwing.runtime.settings import seen
 T = TypeVar("T")
 
 ACTS = ("end", "sum", "number", "value", "rows", "copy")  # what a process may be about to do
-TOGETHER = 2**17  # numbers up to which a tensor is sent with others in one message
-NARROW = (torch.float16, torch.bfloat16)
+ONE_MESSAGE = 2**17  # numbers up to which a tensor is sent with others in one message
+HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Processes:
     Tensors go over the device of the group's backend and come back on their own.
 
     >>> alone = Processes.of(None)
-    >>> alone.size, alone.sum([torch.ones(2)]), alone.every("a value")
+    >>> alone.size, alone.sum([torch.ones(2)]), alone.gather_values("a value")
     (1, [tensor([1., 1.])], ['a value'])
     """
 
@@ -66,17 +66,17 @@ class Processes:
         return self
 
     @property
-    def alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Whether there is no other process."""
         return self.size == 1
 
     @property
-    def writes(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this process is the one that writes files and shows progress."""
         return self.rank == 0
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def share_errors(self) -> Iterator[None]:
         """Run a block that ends in all processes in the same way: an error in one of them is raised in all.
 
         Raises:
@@ -90,9 +90,9 @@ class Processes:
         except ProcessError:
             raise  # the others have it too, or cannot be reached
         except BaseException as error:
-            self._report(error)
+            self._report_error(error)
             raise
-        self._meet("end")
+        self._announce("end")
 
     def sum(self, tensors: Sequence[Tensor | None]) -> list[Any]:
         """Return the sums over all processes, in the same bytes everywhere; the tensors may be overwritten.
@@ -103,43 +103,43 @@ class Processes:
             return list(tensors)
         unknown = any(t is None for t in tensors)
         count = sum(t.numel() for t in tensors if t is not None)
-        if any(flag for _, flag in self._meet("sum", count, int(unknown))):
-            tensors = self._filled(tensors)
+        if any(flag for _, flag in self._announce("sum", count, int(unknown))):
+            tensors = self._with_zeros(tensors)
         known = [(i, t) for i, t in enumerate(tensors) if t is not None]
         results: list[Any] = [None] * len(tensors)
         for dtype in dict.fromkeys(t.dtype for _, t in known):
             same = [(i, t) for i, t in known if t.dtype == dtype]
             for i, t in same:
-                if t.numel() > TOGETHER:
-                    results[i] = self._reduced(t.contiguous()).reshape(t.shape)
-            small = [(i, t) for i, t in same if t.numel() <= TOGETHER]
+                if t.numel() > ONE_MESSAGE:
+                    results[i] = self._all_reduce(t.contiguous()).reshape(t.shape)
+            small = [(i, t) for i, t in same if t.numel() <= ONE_MESSAGE]
             if small:
-                flat = self._reduced(torch.cat([t.reshape(-1).to(self._home) for _, t in small]))
+                flat = self._all_reduce(torch.cat([t.reshape(-1).to(self._home) for _, t in small]))
                 parts = flat.split([t.numel() for _, t in small])
                 for (i, t), part in zip(small, parts, strict=True):
                     results[i] = part.reshape(t.shape).to(t.device)
         return results
 
-    def each(self, number: int) -> list[int]:
+    def gather_numbers(self, number: int) -> list[int]:
         """Return the number that each process gives, in the order of the processes."""
-        return [number] if self.group is None else [given for given, _ in self._meet("number", number)]
+        return [number] if self.group is None else [given for given, _ in self._announce("number", number)]
 
-    def all(self, flag: bool) -> bool:
+    def all_true(self, flag: bool) -> bool:
         """Return whether the flag is true in all processes."""
-        return all(self.each(int(flag)))
+        return all(self.gather_numbers(int(flag)))
 
-    def start(self, count: int) -> tuple[int, int]:
+    def offset_and_total(self, count: int) -> tuple[int, int]:
         """Return how many data come before those of this process, and how many there are in all."""
-        ends = list(accumulate(self.each(count), initial=0))
+        ends = list(accumulate(self.gather_numbers(count), initial=0))
         return ends[self.rank], ends[-1]
 
-    def every(self, value: T) -> list[T]:
+    def gather_values(self, value: T) -> list[T]:
         """Return the value of each process, in the order of the processes; anything that can be pickled."""
         if self.group is None:
             return [value]
-        return self._values(value, "value")
+        return self._exchange_values(value, "value")
 
-    def gather(self, rows: Tensor | None, counts: Sequence[int] | None = None) -> Tensor | None:
+    def gather_rows(self, rows: Tensor | None, counts: Sequence[int] | None = None) -> Tensor | None:
         """Return the rows (n, ...) of all processes, one after another; None stands for no rows.
 
         ``counts`` is the number of rows of each process, if all know it and the form of a row.
@@ -148,39 +148,39 @@ class Processes:
             return rows
         device = None if rows is None else rows.device
         if counts is None:
-            forms = self.every(_form(rows))
+            forms = self.gather_values(_shape_and_dtype(rows))
             known = [form for form in forms if form is not None]
             if len({(shape[1:], dtype) for shape, dtype in known}) > 1:
-                raise self._apart(f"rows of the forms {forms}")
+                raise self._out_of_step(f"rows of the forms {forms}")
             if not known:
                 return None
             counts = [0 if form is None else form[0][0] for form in forms]
             if rows is None:
                 rows = torch.empty(0, *known[0][0][1:], dtype=known[0][1])
         assert rows is not None
-        self._meet("rows", sum(counts))
+        self._announce("rows", sum(counts))
         padded = rows.detach().new_zeros(max(counts), *rows.shape[1:], device=self._home)
         padded[: len(rows)] = rows.detach()
         parts = [torch.empty_like(padded) for _ in counts]
-        self._sent(lambda: dist.all_gather(parts, padded, group=self.group))
+        self._run_exchange(lambda: dist.all_gather(parts, padded, group=self.group))
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).to(device or "cpu")
 
-    def lent(self, value: T | None) -> T | None:
+    def first_available(self, value: T | None) -> T | None:
         """Return the value; where it is None, that of the first process that has one."""
-        flags = self.each(int(value is not None))
+        flags = self.gather_numbers(int(value is not None))
         if all(flags) or not any(flags):
             return value
-        offered = self.every(value if self.rank == flags.index(1) else None)
+        offered = self.gather_values(value if self.rank == flags.index(1) else None)
         return offered[flags.index(1)] if value is None else value
 
-    def same(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def copy_of_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of the first process, whose rounding then decides for all."""
         if self.group is None:
             return list(tensors)
-        self._meet("copy", sum(t.numel() for t in tensors))
-        return [self._copied(t.detach(), 0).to(t.device) for t in tensors]
+        self._announce("copy", sum(t.numel() for t in tensors))
+        return [self._broadcast(t.detach(), 0).to(t.device) for t in tensors]
 
-    def shared(
+    def run_jobs(
         self, jobs: Sequence[Callable[[], Sequence[Tensor | None]]], work: Sequence[float], device: torch.device
     ) -> list[list[Any]]:
         """Return the results of independent jobs, each done by one process and sent to all.
@@ -192,23 +192,23 @@ class Processes:
         """
         if self.group is None:
             return [list(job()) for job in jobs]
-        owners = self.owners(work)
+        owners = self.job_owners(work)
         done = {i: list(job()) for i, job in enumerate(jobs) if owners[i] == self.rank}
         forms: dict[int, Any] = {}
-        for part in self.every({i: [_form(t) for t in result] for i, result in done.items()}):
+        for part in self.gather_values({i: [_shape_and_dtype(t) for t in result] for i, result in done.items()}):
             forms |= part
         results: list[list[Any]] = [[None] * len(forms[i]) for i in range(len(jobs))]
         for owner in range(self.size):
             places = [(i, k) for i in range(len(jobs)) if owners[i] == owner for k, f in enumerate(forms[i]) if f]
             for dtype in dict.fromkeys(forms[i][k][1] for i, k in places):
-                self._spread(owner, [(i, k) for i, k in places if forms[i][k][1] == dtype], forms, done, results)
+                self._send_results(owner, [(i, k) for i, k in places if forms[i][k][1] == dtype], forms, done, results)
         return [[None if t is None else t.to(device) for t in result] for result in results]
 
-    def owners(self, work: Sequence[float]) -> list[int]:
-        """Return the process that ``shared`` gives each job to."""
-        return _assigned(work, self.size)
+    def job_owners(self, work: Sequence[float]) -> list[int]:
+        """Return the process that ``run_jobs`` gives each job to."""
+        return _assign_jobs(work, self.size)
 
-    def _spread(
+    def _send_results(
         self, owner: int, places: list[tuple[int, int]], forms: dict[int, Any], done: dict[int, Any], results: Any
     ) -> None:
         """Send the results of one process and one dtype to all, in one message."""
@@ -217,29 +217,29 @@ class Processes:
             flat = torch.cat([done[i][k].detach().reshape(-1).to(self._home) for i, k in places])
         else:
             flat = torch.empty(sum(sizes), dtype=forms[places[0][0]][places[0][1]][1], device=self._home)
-        for (i, k), part in zip(places, self._copied(flat, owner).split(sizes), strict=True):
+        for (i, k), part in zip(places, self._broadcast(flat, owner).split(sizes), strict=True):
             results[i][k] = part.reshape(forms[i][k][0])
 
-    def generator(self, generator: torch.Generator | None) -> torch.Generator | None:
+    def common_generator(self, generator: torch.Generator | None) -> torch.Generator | None:
         """Return a generator in the state of that of the first process; the given one if this process is alone."""
         if self.group is None:
             return generator
-        first = self.every(None if generator is None else (str(generator.device), generator.get_state()))[0]
+        first = self.gather_values(None if generator is None else (str(generator.device), generator.get_state()))[0]
         if first is None:
             return None
         device = first[0] if generator is None else generator.device  # each process may have its own GPU
         return torch.Generator(device).set_state(first[1])
 
-    def total(self, x: Tensor) -> Tensor:
+    def differentiable_sum(self, x: Tensor) -> Tensor:
         """Return the sum over the processes, differentiable: what follows from it is the same in all of them."""
-        return x if self.group is None else _Total.apply(x, self)
+        return x if self.group is None else _SumForward.apply(x, self)
 
-    def entering(self, *values: Tensor) -> tuple[Tensor, ...]:
+    def sum_gradients(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return values that are the same in all processes and from here on meet the data of this one.
 
-        Their gradients are sums over the processes. ``total`` is the other end of such a computation.
+        Their gradients are sums over the processes. ``differentiable_sum`` is the other end of such a computation.
         """
-        return values if self.group is None or not values else _Entering.apply(self, *values)
+        return values if self.group is None or not values else _SumBackward.apply(self, *values)
 
     @property
     def _home(self) -> torch.device:
@@ -247,88 +247,88 @@ class Processes:
         backend = str(dist.get_backend(self.group))
         return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
-    def _meet(self, act: str, number: int = 0, flag: int = 0) -> list[tuple[int, int]]:
+    def _announce(self, act: str, number: int = 0, flag: int = 0) -> list[tuple[int, int]]:
         """Tell the others what comes next; return their numbers and flags. Raise if one failed or goes another way."""
-        words = self._words((0, ACTS.index(act), number, flag))
+        words = self._exchange_words((0, ACTS.index(act), number, flag))
         if any(word[0] for word in words):
-            raise self._failure(self._values(None))
+            raise self._process_error(self._exchange_values(None))
         sizes = {word[2] for word in words if not word[3]} if act in ("sum", "rows", "copy") else set()
         if len({word[1] for word in words}) > 1 or len(sizes) > 1:
-            raise self._apart("; ".join(f"{i}: {ACTS[w[1]]} of {w[2]}" for i, w in enumerate(words)))
+            raise self._out_of_step("; ".join(f"{i}: {ACTS[w[1]]} of {w[2]}" for i, w in enumerate(words)))
         return [(word[2], word[3]) for word in words]
 
-    def _apart(self, told: str) -> ProcessError:
+    def _out_of_step(self, told: str) -> ProcessError:
         """Return the error for processes of which each does something else."""
         return ProcessError(
             f"the processes went different ways ({told}); expected the same calls with the same settings in all. "
             "Give every process the same model, method, prior and seed."
         )
 
-    def _words(self, word: tuple[int, int, int, int]) -> list[list[int]]:
+    def _exchange_words(self, word: tuple[int, int, int, int]) -> list[list[int]]:
         own = torch.tensor(word, dtype=torch.int64, device=self._home)
         words = [torch.empty_like(own) for _ in range(self.size)]
-        self._sent(lambda: dist.all_gather(words, own, group=self.group))
+        self._run_exchange(lambda: dist.all_gather(words, own, group=self.group))
         return torch.stack(words).tolist()
 
-    def _report(self, error: BaseException) -> None:
+    def _report_error(self, error: BaseException) -> None:
         """Tell the others of an error; raise it as the error of all, unless all have the same."""
         try:
-            self._words((1, 0, 0, 0))
-            told = self._values((type(error).__name__, str(error)))
+            self._exchange_words((1, 0, 0, 0))
+            told = self._exchange_values((type(error).__name__, str(error)))
         except ProcessError as lost:
             raise lost from error
         if isinstance(error, Exception) and any(each != told[0] for each in told):
-            raise self._failure(told) from error
+            raise self._process_error(told) from error
 
-    def _failure(self, told: Sequence[Any]) -> ProcessError:
+    def _process_error(self, told: Sequence[Any]) -> ProcessError:
         """Return the error of all processes; ``told`` has the name and the message of an error, or None, for each."""
         failed = [i for i, each in enumerate(told) if each is not None]
         more = f" (so did {len(failed) - 1} more)" if len(failed) > 1 else ""
         name, message = told[failed[0]]
         return ProcessError(f"process {failed[0]} of {self.size} failed{more}: {name}: {message}", failed[0])
 
-    def _values(self, value: Any, act: str = "") -> list[Any]:
+    def _exchange_values(self, value: Any, act: str = "") -> list[Any]:
         """Return a value of each process; with an act, the word about it carries the size."""
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         if act:
-            sizes = [size for size, _ in self._meet(act, len(own))]
+            sizes = [size for size, _ in self._announce(act, len(own))]
         else:
-            sizes = [word[2] for word in self._words((1, 0, len(own), 0))]
+            sizes = [word[2] for word in self._exchange_words((1, 0, len(own), 0))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._home)
         padded[: len(own)] = own
         parts = [torch.empty_like(padded) for _ in sizes]
-        self._sent(lambda: dist.all_gather(parts, padded, group=self.group))
+        self._run_exchange(lambda: dist.all_gather(parts, padded, group=self.group))
         return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
-    def _filled(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _with_zeros(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the tensors with zeros in the place of those that only other processes know."""
-        forms = self._values([_form(t) for t in tensors], "value")
+        forms = self._exchange_values([_shape_and_dtype(t) for t in tensors], "value")
         device = next((t.device for t in tensors if t is not None), torch.device("cpu"))
         filled: list[Tensor | None] = []
         if len({len(each) for each in forms}) > 1:
-            raise self._apart("; ".join(f"{i}: {len(each)} sums" for i, each in enumerate(forms)))
+            raise self._out_of_step("; ".join(f"{i}: {len(each)} sums" for i, each in enumerate(forms)))
         for tensor, column in zip(tensors, zip(*forms, strict=True), strict=True):
             known = [form for form in column if form is not None]
             if len(set(known)) > 1:
-                raise self._apart(f"sums of the forms {known}")
+                raise self._out_of_step(f"sums of the forms {known}")
             zeros = torch.zeros(known[0][0], dtype=known[0][1], device=device) if known and tensor is None else None
             filled.append(tensor if tensor is not None else zeros)
         return filled
 
-    def _reduced(self, tensor: Tensor) -> Tensor:
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of one tensor, in place where the backend can; half precision is added in single."""
         sent = tensor.detach().to(self._home)
-        sent = sent.float() if sent.dtype in NARROW else sent
-        self._sent(lambda: dist.all_reduce(sent, group=self.group))
+        sent = sent.float() if sent.dtype in HALF_PRECISION else sent
+        self._run_exchange(lambda: dist.all_reduce(sent, group=self.group))
         return sent.to(tensor)
 
-    def _copied(self, tensor: Tensor, owner: int) -> Tensor:
+    def _broadcast(self, tensor: Tensor, owner: int) -> Tensor:
         sent = tensor.to(self._home, copy=True).contiguous()
         source = dist.get_global_rank(self.group, owner)
-        self._sent(lambda: dist.broadcast(sent, source, group=self.group))
+        self._run_exchange(lambda: dist.broadcast(sent, source, group=self.group))
         return sent.reshape(tensor.shape)
 
-    def _sent(self, send: Callable[[], Any]) -> None:
+    def _run_exchange(self, send: Callable[[], Any]) -> None:
         """Run an exchange; raise if a process is lost."""
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -349,20 +349,20 @@ def in_all_processes(call: Call) -> Call:
 
     @functools.wraps(call)
     def run(*args: Any, process_group: Any = None, **kwargs: Any) -> Any:
-        with Processes.of(process_group).together():
+        with Processes.of(process_group).share_errors():
             return call(*args, process_group=process_group, **kwargs)
 
     return run  # type: ignore[return-value]
 
 
-def _form(tensor: Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
+def _shape_and_dtype(tensor: Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
 
-def _assigned(work: Sequence[float], size: int) -> list[int]:
+def _assign_jobs(work: Sequence[float], size: int) -> list[int]:
     """Return the process of each job, with nearly equal work for all.
 
-    >>> _assigned([5.0, 1.0, 2.0, 3.0], 2)
+    >>> _assign_jobs([5.0, 1.0, 2.0, 3.0], 2)
     [0, 0, 1, 1]
     """
     loads, owners = [0.0] * size, [0] * len(work)
@@ -372,7 +372,7 @@ def _assigned(work: Sequence[float], size: int) -> list[int]:
     return owners
 
 
-class _Total(torch.autograd.Function):
+class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, processes: Processes) -> Tensor:
         return processes.sum([x.clone()])[0]
@@ -383,7 +383,7 @@ class _Total(torch.autograd.Function):
         return slope, None
 
 
-class _Entering(torch.autograd.Function):
+class _SumBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, processes: Processes, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.processes = processes

@@ -137,7 +137,7 @@ def target_name(item: Mapping[Any, Any], target_key: str | None) -> Any:
     return keys[0]
 
 
-def checked_weights(given: Any, n_samples: int, device: torch.device, where: str) -> Tensor:
+def as_weights(given: Any, n_samples: int, device: torch.device, where: str) -> Tensor:
     """Return the weights (B,) in float64; raise if they are no weights of so many samples."""
     try:
         weights = torch.as_tensor(given).detach().to(device)
@@ -418,7 +418,7 @@ def tensors_of(samples: SampleSet) -> list[Tensor]:
     return tensors
 
 
-def standard(leaf: Any) -> Any:
+def to_sample_set(leaf: Any) -> Any:
     """Return a packed sequence or a nested tensor as a sample set; other leaves as they are."""
     if isinstance(leaf, PackedSequence):
         return Packed.of(leaf)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from lapwing.data.batches import Data, read, whole_loader
+from lapwing.data.batches import Data, dataset_loader, read_items
 from lapwing.data.inputs import (
     LEAVES,
     Batch,
@@ -29,14 +29,14 @@ from lapwing.data.inputs import (
     SampleRows,
     as_tensors,
     check_finite,
-    in_both,
     is_numbers,
     map_leaves,
     map_tensors,
-    moved,
+    move_inputs,
     n_rows,
+    named_leaves,
+    per_sample_in_both,
     place_name,
-    placed,
     take,
     tensors_in,
 )
@@ -63,7 +63,7 @@ class Pool:
     per_sample: tuple[bool, ...]
 
     @classmethod
-    def drawn(cls, data: Data, most: int, generator: torch.Generator | None = None) -> Pool:
+    def draw(cls, data: Data, most: int, generator: torch.Generator | None = None) -> Pool:
         """Draw at most ``most`` rows without replacement, and keep them in the order of the data.
 
         Two passes over the data, none through the network. The rows do not depend on the batch size. Memory: the rows
@@ -72,11 +72,11 @@ class Pool:
         own = 0
         per_sample: tuple[bool, ...] = ()
         for batch in data.batches("counting"):
-            per_sample = in_both(per_sample, row_per_sample(batch))
+            per_sample = per_sample_in_both(per_sample, row_per_sample(batch))
             own += batch.n_samples
-        start, total = data.processes.start(own)
-        per_sample = reduce(in_both, filter(None, data.processes.every(per_sample)), ())
-        chosen = drawn_numbers(total, most, generator)
+        start, total = data.processes.offset_and_total(own)
+        per_sample = reduce(per_sample_in_both, filter(None, data.processes.gather_values(per_sample)), ())
+        chosen = draw_numbers(total, most, generator)
         inputs: list[Inputs] = []
         targets: list[Tensor] = []
         for batch in data.batches("choosing"):
@@ -89,8 +89,8 @@ class Pool:
                 inputs.append(take(batch.inputs, per_sample, rows))
                 targets.append(batch.targets[rows])
             start += size
-        inputs, targets = _gathered(inputs, targets, data)
-        return cls(joined(inputs, per_sample), torch.cat(targets), total, per_sample)
+        inputs, targets = _gather_batches(inputs, targets, data)
+        return cls(concat_inputs(inputs, per_sample), torch.cat(targets), total, per_sample)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -100,7 +100,7 @@ class Pool:
         return take(self.inputs, self.per_sample, index.to(self.targets.device))
 
 
-def drawn_numbers(total: int, most: int, generator: torch.Generator | None) -> Tensor:
+def draw_numbers(total: int, most: int, generator: torch.Generator | None) -> Tensor:
     """Draw at most ``most`` of the numbers below ``total`` without replacement, and return them in increasing order.
 
     Every number gets a random key, and the smallest keys win. Keys are drawn in pieces, so memory does not grow with
@@ -117,13 +117,13 @@ def drawn_numbers(total: int, most: int, generator: torch.Generator | None) -> T
     return numbers.sort().values
 
 
-def _gathered(inputs: list[Inputs], targets: list[Tensor], data: Data) -> tuple[list[Inputs], list[Tensor]]:
+def _gather_batches(inputs: list[Inputs], targets: list[Tensor], data: Data) -> tuple[list[Inputs], list[Tensor]]:
     """Return the batches of all processes, in their order."""
     if data.processes.group is None:
         return inputs, targets
     cpu = torch.device("cpu")
     own = [Batch(x, y).to(cpu) for x, y in zip(inputs, targets, strict=True)]
-    everywhere = [batch.to(data.device) for part in data.processes.every(own) for batch in part]
+    everywhere = [batch.to(data.device) for part in data.processes.gather_values(own) for batch in part]
     return [batch.inputs for batch in everywhere], [batch.targets for batch in everywhere]
 
 
@@ -131,29 +131,31 @@ def row_per_sample(batch: Batch) -> tuple[bool, ...]:
     """Return for each tensor of the inputs whether it has a row for each target; raise if none has."""
     flags = SampleRows().per_sample(batch.inputs, batch.n_samples)
     if not any(flags) or not batch.targets.ndim:
-        rows = next(filter(None, (n_rows(leaf) for _, leaf in placed(batch.inputs))), 0)
+        rows = next(filter(None, (n_rows(leaf) for _, leaf in named_leaves(batch.inputs))), 0)
         raise DataError(f"{rows} inputs with {batch.n_samples} targets; expected one target for each.")
     return flags
 
 
-def joined(inputs: list[Inputs], per_sample: tuple[bool, ...] = ()) -> Inputs:
+def concat_inputs(inputs: list[Inputs], per_sample: tuple[bool, ...] = ()) -> Inputs:
     """Return batches of inputs of one form as one batch, with one copy of what all samples share.
 
     Without ``per_sample``, every tensor has a row for each sample.
     """
-    if any(_form(one) != _form(inputs[0]) for one in inputs):
+    if any(_places(one) != _places(inputs[0]) for one in inputs):
         raise DataError("batches of inputs with different keys or nestings; expected the same in all, in one order.")
     columns = list(zip(*(_leaves(one) for one in inputs), strict=True))
     flags = per_sample or (True,) * len(columns)
-    leaves = iter([_stacked(parts) if flag else _same(parts) for parts, flag in zip(columns, flags, strict=True)])
+    leaves = iter(
+        [_concat_leaves(parts) if flag else _common_leaf(parts) for parts, flag in zip(columns, flags, strict=True)]
+    )
     return map_leaves(inputs[0], lambda _: next(leaves))
 
 
 def _leaves(inputs: Inputs) -> list[Leaf]:
-    return [leaf for _, leaf in placed(inputs)]
+    return [leaf for _, leaf in named_leaves(inputs)]
 
 
-def _stacked(parts: tuple[Any, ...]) -> Any:
+def _concat_leaves(parts: tuple[Any, ...]) -> Any:
     if len(parts) == 1:
         return parts[0]
     if not all(isinstance(part, Tensor) for part in parts):
@@ -169,7 +171,7 @@ def _stacked(parts: tuple[Any, ...]) -> Any:
     return torch.cat(parts)
 
 
-def _same(parts: tuple[Any, ...]) -> Any:
+def _common_leaf(parts: tuple[Any, ...]) -> Any:
     first = parts[0]
     if not all(_equal(part, first) for part in parts):
         raise DataError(
@@ -180,7 +182,7 @@ def _same(parts: tuple[Any, ...]) -> Any:
     return first
 
 
-def shuffled(
+def shuffle_batches(
     data: Data, size: int, generator: torch.Generator, kept: int = KEPT, fresh: bool = False
 ) -> Iterator[Batch]:
     """Yield batches of about ``size`` rows without end, each a random part of the data.
@@ -197,10 +199,10 @@ def shuffled(
     while True:
         blocks = 0
         for block in _blocks(data, kept):
-            yield from block.passed(size, generator, data.device)
+            yield from block.draw_batches(size, generator, data.device)
             blocks += 1
         while blocks == 1 and not again:  # one block holds all data: they need not be read again
-            yield from block.passed(size, generator, data.device)
+            yield from block.draw_batches(size, generator, data.device)
 
 
 def _blocks(data: Data, kept: int) -> Iterator[BatchBlock]:
@@ -210,12 +212,12 @@ def _blocks(data: Data, kept: int) -> Iterator[BatchBlock]:
     waiting: list[Batch] = []
     taken = 0
     per_sample: tuple[bool, ...] = ()  # in all batches so far: one alone may have as many rows as a context by chance
-    for batch in Data(data.source, home, data.target_key, arranged=data.arranged, dtype=data.dtype).batches("batches"):
+    for batch in Data(data.source, home, data.target_key, arrange=data.arrange, dtype=data.dtype).batches("batches"):
         more = sum(t.numel() * t.element_size() for t in (*tensors_in(batch.inputs), batch.targets))
         flags = row_per_sample(batch)
         # Batches of another form are never joined: they start again.
-        in_all = in_both(per_sample, flags) if len(per_sample) == len(flags) else flags
-        if waiting and ((taken + more > kept and not listed) or not _fits(waiting[-1], batch, in_all)):
+        in_all = per_sample_in_both(per_sample, flags) if len(per_sample) == len(flags) else flags
+        if waiting and ((taken + more > kept and not listed) or not _can_join(waiting[-1], batch, in_all)):
             yield BatchBlock.of(waiting, per_sample, copied=taken <= kept)
             waiting, taken = [], 0
         waiting.append(batch)
@@ -224,9 +226,9 @@ def _blocks(data: Data, kept: int) -> Iterator[BatchBlock]:
     yield BatchBlock.of(waiting, per_sample, copied=taken <= kept)
 
 
-def _fits(one: Batch, other: Batch, per_sample: tuple[bool, ...]) -> bool:
+def _can_join(one: Batch, other: Batch, per_sample: tuple[bool, ...]) -> bool:
     """Return whether rows of both can be in one batch; ``per_sample`` says which tensors have a row for each sample."""
-    if _form(one.inputs) != _form(other.inputs) or one.targets.shape[1:] != other.targets.shape[1:]:
+    if _places(one.inputs) != _places(other.inputs) or one.targets.shape[1:] != other.targets.shape[1:]:
         return False
     pairs = zip(_leaves(one.inputs), _leaves(other.inputs), strict=True)
     return all(
@@ -235,9 +237,9 @@ def _fits(one: Batch, other: Batch, per_sample: tuple[bool, ...]) -> bool:
     )
 
 
-def _form(tree: Inputs) -> list[str]:
+def _places(tree: Inputs) -> list[str]:
     """Return the places of all tensors in a nesting."""
-    return [place_name(key) for key, _ in placed(tree)]
+    return [place_name(key) for key, _ in named_leaves(tree)]
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -257,10 +259,10 @@ class BatchBlock:
         """Return a block of these batches, ``copied`` into one where they are small: gathering from many is slow."""
         if copied and len(batches) > 1:
             inputs, targets = [batch.inputs for batch in batches], tuple(batch.targets for batch in batches)
-            batches = [Batch(joined(inputs, per_sample), _stacked(targets))]
+            batches = [Batch(concat_inputs(inputs, per_sample), _concat_leaves(targets))]
         return cls(batches, torch.tensor(list(accumulate(batch.n_samples for batch in batches))), per_sample)
 
-    def passed(self, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Batch]:
+    def draw_batches(self, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Batch]:
         """Yield the rows in random order, in batches."""
         count = int(self.ends[-1])
         draws = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float32)
@@ -279,8 +281,8 @@ class BatchBlock:
             targets.append(batch.targets[rows.to(batch.targets.device)])
             places.append(where)
         order = torch.cat(places).argsort()
-        drawn = take(joined(inputs, self.per_sample), self.per_sample, order)
-        drawn_targets = _stacked(tuple(targets))
+        drawn = take(concat_inputs(inputs, self.per_sample), self.per_sample, order)
+        drawn_targets = _concat_leaves(tuple(targets))
         move = lambda t: t.to(device, non_blocking=True)
         return Batch(map_tensors(drawn, move), move(drawn_targets[order.to(drawn_targets.device)]))
 
@@ -321,8 +323,8 @@ class InputStream:
     def __post_init__(self) -> None:
         KEY.check("target_key", self.target_key)
         if isinstance(self.source, Dataset) and not isinstance(self.source, IterableDataset):
-            object.__setattr__(self, "source", whole_loader(self.source, self.processes))
-        share = None if self.processes.alone else share_of(self.source)
+            object.__setattr__(self, "source", dataset_loader(self.source, self.processes))
+        share = None if self.processes.is_single_process else share_of(self.source)
         if share is not None:
             share.refuse_other(self.processes, "loader")
             share.refuse_order("loader")
@@ -331,35 +333,35 @@ class InputStream:
         """Yield the inputs of all batches in order."""
         waiting: list[Tensor] = []
         for inputs in self._checked():
-            if waiting and not (isinstance(inputs, Tensor) and _fit(waiting[-1], inputs)):
-                yield _joined(waiting)
+            if waiting and not (isinstance(inputs, Tensor) and _can_concat(waiting[-1], inputs)):
+                yield _concat(waiting)
                 waiting = []
             if not isinstance(inputs, Tensor) or not inputs.ndim:
                 yield inputs
                 continue
             waiting.append(inputs)
             if sum(map(len, waiting)) >= (self.rows(inputs) if callable(self.rows) else self.rows):
-                yield _joined(waiting)
+                yield _concat(waiting)
                 waiting = []
         if waiting:
-            yield _joined(waiting)
+            yield _concat(waiting)
 
-    def _moved(self, t: Tensor) -> Tensor:
+    def _move(self, t: Tensor) -> Tensor:
         return (t.detach() if t.requires_grad else t).to(self.device, non_blocking=True)
 
     def _checked(self) -> Iterator[Inputs]:
         """Yield the inputs of all batches that have rows, on the device; raise if there are none."""
         empty = True
         items = ProgressBar(self.source, "predicting", visible=True) if self.progress else self.source
-        for position, item in enumerate(read(items, undisturbed)):
+        for position, item in enumerate(read_items(items, undisturbed)):
             item = item if self.dtype is None else as_tensors(item, self.dtype)
-            inputs = moved(self._inputs(item, position), self._moved)
-            if any(n_rows(leaf) == 0 and getattr(leaf, "ndim", 1) for _, leaf in placed(inputs)):
+            inputs = move_inputs(self._inputs(item, position), self._move)
+            if any(n_rows(leaf) == 0 and getattr(leaf, "ndim", 1) for _, leaf in named_leaves(inputs)):
                 continue  # a sampler or a filter may leave a batch without rows
             check_finite(inputs, f"inputs of batch {position}")
             empty = False
             yield inputs
-        if empty and self.processes.alone:
+        if empty and self.processes.is_single_process:
             raise DataError("the loader is empty: no batch was yielded; expected at least one batch of inputs.")
 
     def _inputs(self, item: Any, position: int) -> Inputs:
@@ -416,17 +418,17 @@ def is_loader(x: Any, places: frozenset[str]) -> bool:
 
 def has_places(inputs: Inputs, places: frozenset[str]) -> bool:
     """Return whether there is a tensor at each of these places."""
-    return places <= {place_name(key) for key, _ in placed(inputs)}
+    return places <= {place_name(key) for key, _ in named_leaves(inputs)}
 
 
 def _is_place(name: str, places: frozenset[str]) -> bool:
     return any(place == name or place.startswith(f"{name}[") for place in places)
 
 
-def _fit(one: Tensor, other: Tensor) -> bool:
+def _can_concat(one: Tensor, other: Tensor) -> bool:
     """Return whether rows of both can be in one batch."""
     return one.shape[1:] == other.shape[1:] and one.dtype == other.dtype and one.ndim > 0 and other.ndim > 0
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)

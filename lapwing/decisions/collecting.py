@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lapwing.data.batches import Data, is_pair, refuse_unequal
-from lapwing.data.inputs import Batch, Inputs, as_tensors, merged
+from lapwing.data.inputs import Batch, Inputs, as_tensors, merge_batches
 from lapwing.data.known_rows import KnownRows, Remark, RowSketch
 from lapwing.data.streams import InputStream, has_places, is_loader
 from lapwing.errors import DataError, UnsupportedError
@@ -171,12 +171,12 @@ def source_of(network: Network, data: Iterable[Any], name: str, target_key: str 
     """Return the data of a decision, whose pass leaves a sketch of the rows."""
     DATA.check(name, data)
     shown = shows_progress(progress)
-    return Data(data, network.device, target_key, shown, name, dtype=network.arithmetic, sketched=True)
+    return Data(data, network.device, target_key, shown, name, dtype=network.arithmetic, keep_sketch=True)
 
 
 def batches_of(network: Network, source: Data) -> Iterator[Batch]:
     """Yield the batches of a loader, small ones joined as one pass of the network takes them."""
-    return merged(source.batches(source.name), network.joined)
+    return merge_batches(source.batches(source.name), network.joined)
 
 
 def refuse_reused(posterior: Any, data: RowSketch | None, name: str, of_inputs: bool = False) -> None:

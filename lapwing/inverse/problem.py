@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 
-from lapwing.data.inputs import Inputs, check_finite, map_tensors, moved
+from lapwing.data.inputs import Inputs, check_finite, map_tensors, move_inputs
 from lapwing.errors import DataError, InputError, ModelError, UnsupportedError
 from lapwing.inverse.priors import ClassCovariance, class_covariance, same_classes
 from lapwing.linalg.operators import OperatorDesign, SparseOperator
@@ -229,7 +229,7 @@ class ImageTangent:
         device = device_of(model)
         refuse_distributed(model)
         refuse_training_mode(model)
-        inputs = moved(x, lambda t: t.detach().to(device, copy=True))  # later changes of x do not matter
+        inputs = move_inputs(x, lambda t: t.detach().to(device, copy=True))  # later changes of x do not matter
         check_finite(inputs, "inputs")
         selection = chosen_weights(unwrapped(model), weights)
         module = BatchCall(_private(unwrapped(model)))

@@ -90,7 +90,7 @@ class SpansProcesses(Protocol):
 
 def refuse_processes(method: Any, processes: Processes) -> None:
     """Raise if there are several processes and the method works in one alone."""
-    if not processes.alone and not (isinstance(method, SpansProcesses) and method.spans_processes):
+    if not processes.is_single_process and not (isinstance(method, SpansProcesses) and method.spans_processes):
         raise UnsupportedError(
             f"{type(method).__name__} works in one process and process_group has {processes.size}; use Kron(), "
             "EKron(), Diagonal(), Full(), LowRank(), KernelSpace(), Sampled(), ELLA() or VaLLA(), or give one process "

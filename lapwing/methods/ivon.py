@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
-from lapwing.data.streams import shuffled
+from lapwing.data.streams import shuffle_batches
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.base import Conformance
 from lapwing.methods.cost import NUMBER, Cost, Work, Workload
@@ -165,7 +165,7 @@ class Training:
         parameters = [nn.Parameter(origin[piece].clone()) for piece in self.pieces]
         optimiser, total = self._optimiser(parameters), settings.epochs * self.steps
         order = derived_generator(torch.Generator().manual_seed(settings.seed), torch.empty(0))
-        batches = shuffled(self.data, settings.batch_size, order, fresh=True)
+        batches = shuffle_batches(self.data, settings.batch_size, order, fresh=True)
         stream = Stream(order.initial_seed() + 1, network.device)  # no numbers that data of the same seed have
         bar, summed, seen = ProgressBar(range(total), "IVON", progress), 0.0, 0
         for step in bar:

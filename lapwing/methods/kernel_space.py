@@ -73,7 +73,7 @@ class KernelSpace(HasSettings):
             )
         refuse_unsteady(design, generator)
         rows = design.whole()
-        ((values, vectors),) = data.processes.shared([partial(eigenpairs, rows)], [1.0], network.device)
+        ((values, vectors),) = data.processes.run_jobs([partial(eigenpairs, rows)], [1.0], network.device)
         curvature = LowRankCurvature(values, vectors, network.layout, network.selection)
         return curvature, design.statistics, None
 

@@ -75,7 +75,7 @@ class LowRank(HasSettings):
             generator=generator,
             device=network.device,
         )
-        values, vectors = data.processes.same([pairs.values, pairs.vectors])
+        values, vectors = data.processes.copy_of_first([pairs.values, pairs.vectors])
         curvature = LowRankCurvature(values, vectors, network.layout, network.selection, float(pairs.residuals.max()))
         return WeightPosterior.fitted(problem, curvature, design.statistics)
 

@@ -112,10 +112,10 @@ class Sampled(HasSettings):
             refuse_reordered(design)
         if problem.prior.needs_curvature:
             problem = problem.with_prior(problem.prior.scaled(design.diagonal()))
-        most = min(data.processes.each(max(LARGEST, budget(network.device))))
+        most = min(data.processes.gather_numbers(max(LARGEST, budget(network.device))))
         settings: dict[str, int] = {"width": self.width, "bytes": most}
         if self.memory is not None:
-            settings["bytes"] = 8 * design.size * min(data.processes.each(self._most_rows(design)))
+            settings["bytes"] = 8 * design.size * min(data.processes.gather_numbers(self._most_rows(design)))
         ridge = Ridge.drawn(design, self.num_samples, generator, problem.prior.scale, keep=stochastic, **settings)
         problem = problem.with_residual_noise(design.statistics)
         solver = RidgeSolver(self, ridge, data.processes)
@@ -181,7 +181,7 @@ class Sampled(HasSettings):
         design = NetworkDesign.build(problem.network, problem.likelihood, data, cache, part=part)
         spare = self._spare(size, design.rows)
         # The number of rows was not known before.
-        if spare is not None and not data.processes.all(design.nbytes <= spare):
+        if spare is not None and not data.processes.all_true(design.nbytes <= spare):
             return replace(design, factors=None)
         return design
 
@@ -203,7 +203,7 @@ class RidgeSolver(Solver):
     def solved(self, problem: Problem, start: Tensor | None = None) -> Solution:
         """Return the samples under this prior and noise; ``start`` is an initial guess."""
         solution = self._solved(problem, start)
-        return replace(solution, x=self.processes.same([solution.x])[0])
+        return replace(solution, x=self.processes.copy_of_first([solution.x])[0])
 
     def _solved(self, problem: Problem, start: Tensor | None) -> Solution:
         prior, phi = problem.prior, float(problem.likelihood.dispersion)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
-from lapwing.data.streams import shuffled
+from lapwing.data.streams import shuffle_batches
 from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.methods.base import Conformance
 from lapwing.methods.cost import NUMBER, Cost, Work, Workload
@@ -197,7 +197,7 @@ class Descent:
         allowed = self.start + most * max(abs(self.loss), float(self.problem.likelihood.dispersion))
         between = settings.steps_between or settings.epochs_between * self.epoch
         order = derived_generator(torch.Generator().manual_seed(settings.seed), torch.empty(0))
-        batches = shuffled(self.data, settings.batch_size, order, fresh=True)
+        batches = shuffle_batches(self.data, settings.batch_size, order, fresh=True)
         d, velocity = torch.zeros_like(self.gap), torch.zeros_like(self.gap)
         total, moments = settings.snapshots * between, RunningMoments(d, settings.rank, network.dtype)
         recent: deque[tuple[float, int]] = deque(maxlen=self.epoch)  # losses and counts of the mini-batches of a pass

@@ -26,8 +26,8 @@ from lapwing.data.inputs import (
     check_finite,
     map_leaves,
     map_tensors,
+    named_leaves,
     place_name,
-    placed,
     take,
 )
 from lapwing.errors import DataError, FileError, InputError, ModelError
@@ -67,7 +67,7 @@ ADVICE = "Has x a batch dimension? For one input, give x[None]."
 
 def shapes_of_sample(inputs: Inputs, per_sample: Sequence[bool]) -> tuple[torch.Size, ...] | None:
     """Return the shapes of the tensors that one sample is made of; None if there are sets of samples among them."""
-    leaves = [leaf for _, leaf in placed(inputs)]
+    leaves = [leaf for _, leaf in named_leaves(inputs)]
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return None
     return tuple(leaf.shape[1:] if each else leaf.shape for each, leaf in zip(per_sample, leaves, strict=True))
@@ -162,7 +162,7 @@ def first_run(replica: Replica, inputs: Inputs, plain: bool) -> tuple[Replica, T
 def refuse_random(model: nn.Module, inputs: Inputs, plain: bool) -> None:
     """Raise if two forward passes over the same inputs differ. For a single input tensor a few samples are enough."""
     few_inputs = inputs
-    if len(list(placed(inputs))) == 1:  # of several, one may be shared by all samples
+    if len(list(named_leaves(inputs))) == 1:  # of several, one may be shared by all samples
         few_inputs = take(inputs, (True,), slice(FEW))
     first, second = output_alone(model, few_inputs, plain), output_alone(model, few_inputs, plain)
     allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
@@ -240,13 +240,13 @@ def learn(
         _refuse_mixed_samples(model, inputs, raw, per_sample, plain)
         return rows
     rows.refuse_change(inputs, batch)
-    uncertain = rows.is_open(inputs, batch) and not copied
+    uncertain = rows.is_undecided(inputs, batch) and not copied
     if uncertain:
         _refuse_dependent(model, inputs, per_sample, batch, plain)
     _refuse_mixed_samples(model, inputs, raw, per_sample, plain)
     if uncertain:
         _refuse_pooled(model, inputs, per_sample, batch, plain)
-    return rows if copied or batch == 1 else rows.learned(inputs, batch)
+    return rows if copied or batch == 1 else rows.with_batch(inputs, batch)
 
 
 def _refuse_dependent(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> None:
@@ -268,7 +268,7 @@ def _refuse_dependent(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, 
 
 
 def _names(inputs: Inputs, flags: Sequence[bool]) -> str:
-    return ", ".join(place_name(key) for (key, _), flag in zip(placed(inputs), flags, strict=True) if flag)
+    return ", ".join(place_name(key) for (key, _), flag in zip(named_leaves(inputs), flags, strict=True) if flag)
 
 
 def _crossed(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> list[bool]:
@@ -565,8 +565,8 @@ def _several(inputs: Inputs, replica: Replica, plain: bool) -> tuple[Inputs, Sam
             count = len(raw_output(one, inputs))
     if count != 1:
         return inputs, rows, False
-    rows = rows.learned(inputs, 1)
-    if all(isinstance(leaf, Tensor) for _, leaf in placed(inputs)):  # a set says itself whose rows are whose
+    rows = rows.with_batch(inputs, 1)
+    if all(isinstance(leaf, Tensor) for _, leaf in named_leaves(inputs)):  # a set says itself whose rows are whose
         inputs = take(inputs, rows.per_sample(inputs, 1), torch.zeros(2, dtype=torch.long))
     return inputs, rows, True
 

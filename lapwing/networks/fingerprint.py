@@ -111,7 +111,8 @@ def refuse_other_models(model: nn.Module, processes: Processes) -> None:
     """Raise if a process has other weights than the first one."""
     if processes.group is None:
         return
-    first = processes.every(replace(Fingerprint.of(model), quick=(), structure={}) if processes.writes else None)[0]
+    own = replace(Fingerprint.of(model), quick=(), structure={}) if processes.is_main_process else None
+    first = processes.gather_values(own)[0]
     assert first is not None
     try:
         first.refuse_other(model)

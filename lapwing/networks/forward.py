@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from lapwing.data.inputs import Batch, Inputs, accepts, call, map_tensors, takes, tensors_in
+from lapwing.data.inputs import Batch, Inputs, accepts_arguments, call_model, has_argument, map_tensors, tensors_in
 from lapwing.data.samples import SampleSet
 from lapwing.errors import DataError, InputError, ModelError
 from lapwing.networks.selection import Selection
@@ -250,7 +250,7 @@ def needs_plain_kernels(model: nn.Module, recurrent: bool) -> bool:
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-def outside_autocast(call: Call) -> Call:
+def outside_autocast(call_model: Call) -> Call:
     """Decorate a public function: it runs without autocast, and Ctrl-C is raised where nothing is half done.
 
     Autocast is for training: sums and factors must keep their dtype. Arguments that the function does not take are
@@ -258,26 +258,26 @@ def outside_autocast(call: Call) -> Call:
     """
 
     @refuse_other_arguments
-    @functools.wraps(call)
+    @functools.wraps(call_model)
     def run(*args: Any, **kwargs: Any) -> Any:
         with deferred(), ExitStack() as stack:
             for kind in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
-            return call(*args, **kwargs)
+            return call_model(*args, **kwargs)
 
     return run  # type: ignore[return-value]
 
 
-def outside_inference(call: Call) -> Call:
+def outside_inference(call_model: Call) -> Call:
     """Decorate a function to run outside inference mode, whose tensors cannot take part in later gradients."""
 
-    @functools.wraps(call)
+    @functools.wraps(call_model)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_inference_mode_enabled():
-            return call(*args, **kwargs)
+            return call_model(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
-            return call(*args, **kwargs)
+            return call_model(*args, **kwargs)
 
     return run  # type: ignore[return-value]
 
@@ -315,7 +315,11 @@ def model_output(
         inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
     try:
         with lent(model) as one, unfused_attention, without_checkpoints():
-            out = call(one, inputs) if values is None else functional_call(BatchCall(one), _renamed(values), (inputs,))
+            out = (
+                call_model(one, inputs)
+                if values is None
+                else functional_call(BatchCall(one), _renamed(values), (inputs,))
+            )
     except REFUSED as error:
         if type(error) not in REFUSED:  # of the user's own, out of memory, or an operation that is not implemented
             raise
@@ -353,11 +357,11 @@ def output_alone(model: nn.Module, inputs: Inputs, plain: bool) -> Tensor:
 
 def own_loss(model: nn.Module, batch: Batch, plain: bool) -> Tensor | None:
     """Return the loss that a model with an argument ``labels`` returns for these targets; None if it returns none."""
-    if not takes(model, "labels") or not batch.labels:
+    if not has_argument(model, "labels") or not batch.targets_are_labels:
         return None
     try:
         with torch.no_grad(), plain_kernels(plain), lent(model) as one, unfused_attention, without_checkpoints():
-            out = call(one, batch.inputs, labels=batch.targets)
+            out = call_model(one, batch.inputs, labels=batch.targets)
     except REFUSED as error:
         if type(error) not in REFUSED:  # of the user's own, or out of memory
             raise
@@ -374,7 +378,7 @@ class BatchCall(nn.Module):
         self.inner = inner
 
     def forward(self, inputs: Inputs) -> Any:
-        return call(self.inner, inputs)
+        return call_model(self.inner, inputs)
 
 
 def _renamed(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -394,7 +398,7 @@ def _described(model: nn.Module, inputs: Inputs, error: Exception) -> str:
 def advice(model: nn.Module, inputs: Inputs, error: Exception) -> str:
     """Return what to do about inputs that the model refuses with this error."""
     trained = "Give it what it was trained on."
-    if isinstance(inputs, tuple) and not accepts(model, inputs):
+    if isinstance(inputs, tuple) and not accepts_arguments(model, inputs):
         return f"{trained} A tuple means several inputs of the model, and it takes one: give x alone, without targets."
     wanted, text = arithmetic_of(model), str(error)
     if "Guard failed" in text:  # a module of torch.export

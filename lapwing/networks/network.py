@@ -373,7 +373,7 @@ class Network:
 
     def arranging(self, data: Data) -> Data:
         """Return the data with the targets of every batch in the form of the outputs, see ``arranged``."""
-        return replace(data, arranged=self.arranged) if self.image else data
+        return replace(data, arrange=self.arranged) if self.image else data
 
     def arranged(self, batch: Batch) -> Batch:
         """Return the batch with targets in the form of the outputs: those of images (B, [C,] H, W) as (B, H W, [C])."""
@@ -456,7 +456,7 @@ class Network:
         """Return for each tensor of a batch whether it has a row for each sample; all samples share the others."""
         batch = self.count(inputs)
         self._memory.rows.refuse_change(inputs, batch)
-        if self._memory.rows.is_open(inputs, batch):
+        if self._memory.rows.is_undecided(inputs, batch):
             self._learn(inputs)
         return self._memory.rows.per_sample(inputs, batch)
 

@@ -391,7 +391,7 @@ def joined_processes(own: Any | None, processes: Processes, device: torch.device
     Raises:
         DataError: If no process has rows.
     """
-    given = [each for each in processes.every(own) if each is not None]
+    given = [each for each in processes.gather_values(own) if each is not None]
     if not given:
         raise DataError("the loader is empty in all processes: no batch was yielded; expected at least one.")
     if isinstance(given[0], AveragedClasses):

@@ -48,10 +48,10 @@ def run(
     """
     processes = data.processes
     state: TrainingState | None = None
-    if processes.writes:
+    if processes.is_main_process:
         state = TrainingState.load(resume) if isinstance(resume, str | Path) else resume
-    state = processes.every(state)[0]
-    if checkpoint is not None and processes.writes and not Path(checkpoint).absolute().parent.is_dir():
+    state = processes.gather_values(state)[0]
+    if checkpoint is not None and processes.is_main_process and not Path(checkpoint).absolute().parent.is_dir():
         raise FileError(f"there is no folder for the checkpoint {checkpoint}; expected one to write to.")
     trainer = _Trainer(network, modes, replace(data, progress=False), likelihood, recipe)
     if state is not None:
@@ -60,7 +60,7 @@ def run(
     for number in epochs:
         trainer.epoch(number)
         epochs.show_text(trainer.status)
-        if checkpoint is not None and processes.writes:
+        if checkpoint is not None and processes.is_main_process:
             trainer.state.save(checkpoint)
     return trainer.outcome()
 
@@ -84,7 +84,7 @@ class _Trainer:
         self.stream = Stream(recipe.seed * 1_000_003, self.network.device)
         self.data = replace(self.data, stream=self.stream)
         if recipe.full_batch:  # L-BFGS compares gradients of several epochs
-            self.data = self.data.steady()
+            self.data = self.data.requiring_same_rows()
         self.prior = recipe.prior.bound(self.network.selection, self.network.theta())
         if self.prior.needs_curvature:
             raise UnsupportedError(
@@ -170,7 +170,7 @@ class _Trainer:
         steps = iter([tuple(batches)]) if self.recipe.full_batch else ((batch,) for batch in batches)
         while True:
             step = next(steps, ())
-            size = sum(self.data.processes.each(sum(batch.n_samples for batch in step)))
+            size = sum(self.data.processes.gather_numbers(sum(batch.n_samples for batch in step)))
             if not size:
                 return
             yield step, size
@@ -209,7 +209,7 @@ class _Trainer:
             y = likelihood.targets(f, batch.targets)
             losses.append(weighted_loss(likelihood, f, y, batch.weights).sum())
             count += float(weighted_count(likelihood, f, y, batch.weights))
-        count = sum(processes.every(count))
+        count = sum(processes.gather_values(count))
         loss = torch.stack(losses).sum() / (count or 1) if losses else self.parameters[0].new_zeros(())
         terms = zip(coefficients, self.means, self.parameters, strict=True)
         penalty = torch.stack([(c * (p - m).square()).sum() for c, m, p in terms]).sum()
@@ -254,7 +254,7 @@ class _Trainer:
             finding = f"prior and noise kept: {error}"
         with torch.no_grad():
             evidence = float(posterior.log_evidence())
-        same = self.data.processes.same  # rounding may differ between machines
+        same = self.data.processes.copy_of_first  # rounding may differ between machines
         self.prior = posterior.problem.prior.with_precision(*same([posterior.problem.prior.values.detach()]))
         self.noise = None if posterior.noise is None else same([posterior.noise.detach()])[0]
         if not self.best or evidence > self.best["evidence"] or not self.recipe.keep_best:

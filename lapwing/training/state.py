@@ -57,7 +57,7 @@ class Buffers:
         now = list(self.model.buffers())
         changed = [float(not torch.equal(a, b)) for a, b in zip(self.before, now, strict=True)]
         (flags,) = self.processes.sum([torch.tensor(changed)])
-        counts = self.processes.each(rows)
+        counts = self.processes.gather_numbers(rows)
         chosen = counts.index(max(counts)) == self.processes.rank
         share = rows / max(1, sum(counts))
         moved = [buffer for buffer, flag in zip(now, flags.tolist(), strict=True) if flag]
@@ -69,7 +69,7 @@ class Buffers:
         for buffer, total in zip(moved, self.processes.sum(own), strict=True):
             buffer.copy_(total)
         parameters = list(self.model.parameters())
-        for parameter, first in zip(parameters, self.processes.same(parameters), strict=True):
+        for parameter, first in zip(parameters, self.processes.copy_of_first(parameters), strict=True):
             parameter.copy_(first)
 
 

@@ -107,7 +107,7 @@ def spread(tuner: Tuner, processes: Processes, network: Network) -> Tuner:
     if processes.group is None or not is_dataclass(tuner) or not is_data(own) or isinstance(own, Data):
         return tuner
     part = network.reading(own, f"data of {type(tuner).__name__}", processes=processes)
-    part.look()  # raises if other processes read the same
+    part.peek()  # raises if other processes read the same
     return replace(tuner, data=part)  # type: ignore[type-var, return-value]
 
 
@@ -459,10 +459,10 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
         posterior.fingerprint.refuse_other(network.model)
     total = torch.zeros((), dtype=torch.float64, device=network.device)
     processes = getattr(posterior, "processes", ALONE)
-    with processes.together():
+    with processes.share_errors():
         for term in terms(core.problem, network.reading(data, processes=processes), block):
             total = total + term(core.problem)
-        total = processes.total(total)
+        total = processes.differentiable_sum(total)
     return total - 0.5 * core.problem.prior.penalty(core.theta.double())
 
 
@@ -515,7 +515,7 @@ class MaximiseBound(HasSettings):
                 "use MaximiseEvidence, or Gaussian() with a single noise."
             )
         n_blocks, processes = sum(1 for _ in terms(posterior.problem, data, self.block, "counting")), data.processes
-        if not any(processes.each(n_blocks)):
+        if not any(processes.gather_numbers(n_blocks)):
             raise DataError("the data have no blocks; expected at least one datum.")
         x = search.start.requires_grad_()
         optimiser = torch.optim.Adam([x], lr=self.rate)
@@ -526,8 +526,9 @@ class MaximiseBound(HasSettings):
             for group in optimiser.param_groups:
                 group["lr"] = self.rate * (1 - number / self.steps)
             with torch.inference_mode(False), torch.enable_grad():
-                own = n_blocks * term(search.at(*processes.entering(x)).problem)  # each process adds one of its blocks
-                value = processes.total(own) - 0.5 * search.at(x).problem.prior.penalty(theta)
+                # Each process adds one of its blocks.
+                own = n_blocks * term(search.at(*processes.sum_gradients(x)).problem)
+                value = processes.differentiable_sum(own) - 0.5 * search.at(x).problem.prior.penalty(theta)
                 search.record(x, float(value.detach()))
                 optimiser.zero_grad()
                 (-value / posterior.problem.network.selection.size).backward()

@@ -281,15 +281,15 @@ def _one_pass(candidates: Sequence[Any], data: Data, metric: Metric, folds: int)
                 sizes[k] += float(f.double().abs().sum())
                 for i, (likelihood, belief) in enumerate(zip(likelihoods, beliefs, strict=False)):
                     totals[k, i] += count * _number(metric(_predicted(likelihood, belief, rows), y[rows]))
-    n_scored = min(data.processes.each(n_scored))
+    n_scored = min(data.processes.gather_numbers(n_scored))
     return _Pass(*data.processes.sum([totals[:, :n_scored].contiguous(), counts, sizes]))
 
 
 def _first_position(data: Data) -> int:
     """Return the number of data of the processes before this one, by a pass without the network if there are any."""
-    if data.processes.alone:
+    if data.processes.is_single_process:
         return 0
-    return data.processes.start(sum(batch.n_samples for batch in data.batches("counting")))[0]
+    return data.processes.offset_and_total(sum(batch.n_samples for batch in data.batches("counting")))[0]
 
 
 def _predicted(likelihood: Likelihood, belief: FunctionGaussian | FunctionSamples, rows: Any) -> Any:
@@ -335,7 +335,7 @@ def _beliefs(
     """Yield the targets of each chunk and the beliefs of the first candidates, as many as fit at the first chunk."""
     network = candidates[0].problem.network
     group = [replace(candidate) for candidate in candidates]  # copies, whose cached factorisations are freed with them
-    for each in () if data.processes.alone else group:
+    for each in () if data.processes.is_single_process else group:
         each.prepare()  # not at the first batch: a process may have none
     limit: float = KEPT * temporary(network.device)
     for batch in data.batches("held-out data"):

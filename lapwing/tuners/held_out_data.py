@@ -73,7 +73,7 @@ class HeldOutputs:
             rows.append(torch.stack(parts, 1)[known].cpu())
             if sum(map(len, rows)) >= most:
                 break
-        everywhere = data.processes.gather(torch.cat(rows)[:most] if rows else None)
+        everywhere = data.processes.gather_rows(torch.cat(rows)[:most] if rows else None)
         assert everywhere is not None
         f, y, counts = everywhere.unbind(1)
         return cls(f, y, counts, exclusive)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.data.batches import Data
-from lapwing.data.inputs import Batch, Inputs, merged
+from lapwing.data.inputs import Batch, Inputs, merge_batches
 from lapwing.data.processes import ALONE, Processes
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood, spread
@@ -261,13 +261,13 @@ def counted_scores(grid: CellGrid, data: Data, limit: int | None = None) -> tupl
     rows: list[Tensor] = []
     count = 0
     members = [member(grid.bases, belief) for belief in grid.beliefs]
-    for one in () if data.processes.alone else members:
+    for one in () if data.processes.is_single_process else members:
         one.prepare()  # not at the first batch: a process may have none
     network, likelihood = grid.bases[0].problem.network, grid.bases[0].problem.likelihood
     wide = [members[i] for i in {cell.belief for cell in grid.cells if cell.scale > 0}]
     kept = Kept()
     with torch.no_grad():
-        for batch in merged(_limited(data, limit, network, likelihood), TOGETHER):
+        for batch in merge_batches(_limited(data, limit, network, likelihood), TOGETHER):
             y = named_targets(network, likelihood, batch, data.name)
             numbers = drawn_numbers(members, wide, likelihood, batch.inputs)
             parts = _beliefs(members, batch.inputs, numbers, kept)
@@ -277,9 +277,9 @@ def counted_scores(grid: CellGrid, data: Data, limit: int | None = None) -> tupl
             rows.append(each[~likelihood.ignored(y).reshape(len(each), -1).all(1)])
             count += len(rows[-1])
             del each
-    if not sum(data.processes.each(count)):
+    if not sum(data.processes.gather_numbers(count)):
         raise DataError(f"{data.name}: every target is ignored; expected at least one that is not.")
-    scores = data.processes.gather(torch.cat(rows)[:limit] if rows else None)
+    scores = data.processes.gather_rows(torch.cat(rows)[:limit] if rows else None)
     rows.clear()
     assert scores is not None
     if not all(map(math.isfinite, torch.aminmax(scores))):  # NaN if a score is; without a copy of the scores
@@ -840,6 +840,6 @@ def fitted_tails(
         of_degrees = (log_density(z / scales[d].to(z).unsqueeze(1), d) @ counts for d in DEGREES)
         totals += torch.cat([*of_degrees]).to(totals)
         count += float(counts.sum())
-    totals, count = processes.sum([totals])[0], sum(processes.every(count))
+    totals, count = processes.sum([totals])[0], sum(processes.gather_values(count))
     costs = [count * math.log(scale) + (0.0 if degrees == math.inf else GAIN) for degrees, scale in candidates]
     return candidates[int((totals - torch.tensor(costs, dtype=torch.float64)).argmax())]

@@ -19,7 +19,7 @@ import lapwing.methods.inducing.learning as stochastic
 import lapwing.methods.swag as swag
 import lapwing.tangent as design
 from lapwing.data.batches import Data
-from lapwing.data.streams import shuffled
+from lapwing.data.streams import shuffle_batches
 from lapwing.networks.jacobians import Footprint
 from lapwing.tuners.mixing import fitted_tails, standardised_residuals
 from tests.tolerances import SOLVED, assert_close
@@ -95,7 +95,7 @@ def peak(call: Any) -> int:
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set what may be kept of a loader below the size of the data here."""
     for place in (stochastic, swag):
-        monkeypatch.setattr(place, "shuffled", partial(shuffled, kept=4096))
+        monkeypatch.setattr(place, "shuffle_batches", partial(shuffle_batches, kept=4096))
     monkeypatch.setattr(design, "CACHE", 0.0)  # as a share of the byte budget
     monkeypatch.setattr(Footprint, "joined", lambda *_: BATCH)
 

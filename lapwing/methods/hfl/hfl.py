@@ -294,7 +294,7 @@ SCALES = (-12, 20)  # range of the log-scale that calibration searches
 def evaluation_batches(given: Any, objective: Objective, data: Data, few: bool) -> list[Inputs]:
     """Return the batches of inputs to average over: those given, else the training inputs (``few``: some of them)."""
     if given is None and few:
-        return [Pool.drawn(data, EVALUATED, torch.Generator().manual_seed(0)).inputs]
+        return [Pool.draw(data, EVALUATED, torch.Generator().manual_seed(0)).inputs]
     if given is None:
         return [batch.inputs for batch in data.batches("evaluation")]
     one = isinstance(given, Tensor | Mapping | tuple) or not isinstance(given, Iterable)

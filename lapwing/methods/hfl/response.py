@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch, Inputs, map_tensors
-from lapwing.data.streams import shuffled
+from lapwing.data.streams import shuffle_batches
 from lapwing.errors import NumericalError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg.dense import eigvalsh, not_definite
@@ -691,7 +691,7 @@ class FineTuner:
         signs = torch.cat([lam, -lam])[:, None]
         first, second = torch.zeros_like(d), torch.zeros_like(d)
         same_batches = torch.Generator().manual_seed(self.generator.initial_seed())
-        batches = shuffled(self.data, self.batch_size, same_batches)
+        batches = shuffle_batches(self.data, self.batch_size, same_batches)
         for step in ProgressBar(range(steps), "fine-tuning", self.data.progress):
             batch = next(batches)
             f = objective.outputs(d[-1:], batch.inputs)[0]

@@ -82,10 +82,10 @@ class ELLA(HasSettings):
                 "another prior."
             )
         generator = independent_generator(generator)
-        placement = Placement(network, Pool.drawn(data, self.num_landmarks, generator), generator)
+        placement = Placement(network, Pool.draw(data, self.num_landmarks, generator), generator)
         landmarks = placement.landmarks(self.num_landmarks)
         one = lambda: [leading_rows(landmarks, prior, self.rank)]
-        ((rows,),) = data.processes.shared([one], [1.0], network.device)
+        ((rows,),) = data.processes.run_jobs([one], [1.0], network.device)
         directions = rows / prior.vector.detach().to(rows)
         squares = SquaredSum(network) if self.residual else None
         gram, statistics = within(problem, data, directions, squares)

@@ -17,7 +17,7 @@ from lapwing.curvature.sweep import Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
 from lapwing.data.processes import ALONE, Processes
-from lapwing.data.streams import shuffled
+from lapwing.data.streams import shuffle_batches
 from lapwing.errors import NumericalError
 from lapwing.likelihoods.base import Likelihood, energy, refuse_ignored
 from lapwing.linalg.dense import smooth_whitening
@@ -53,7 +53,7 @@ def collapsed_bound(points: InducingPoints, data: Data) -> Callable[[Tensor], tu
     prior_trace = float(processes.sum([torch.tensor(own_trace, dtype=torch.float64)])[0])
 
     def bound(moves: Tensor) -> tuple[Tensor, float]:
-        (inside,) = processes.entering(moves)
+        (inside,) = processes.sum_gradients(moves)
         anchors = points.anchors.differentiable(points.moved(inside))
         kernel = prior_kernel(anchors, prior)
         if not bool(torch.isfinite(kernel.detach()).all()):
@@ -64,7 +64,9 @@ def collapsed_bound(points: InducingPoints, data: Data) -> Callable[[Tensor], tu
             whitened = prior_kernel(jacobian, prior, anchors) @ white
             return whitened.mT @ whitened
 
-        gram = processes.total(rows.summed(squared, inside, len(kernel), len(anchors.parts) * 8 * len(kernel)))
+        gram = processes.differentiable_sum(
+            rows.summed(squared, inside, len(kernel), len(anchors.parts) * 8 * len(kernel))
+        )
         scale = points.log_scale.exp()
         ratio = scale / points.likelihood.dispersion.to(scale)
         eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -148,7 +150,7 @@ def learn_collapsed(points: InducingPoints, data: Data, max_steps: int) -> Induc
     """
     points, moves = points.learnable(noise=False)
     assert moves is not None
-    bound = collapsed_bound(points, data.steady())
+    bound = collapsed_bound(points, data.requiring_same_rows())
     variables = [moves, points.log_scale] if points.problem.learn_prior else [moves]
     optimiser = torch.optim.LBFGS(
         variables, max_iter=1, max_eval=25, history_size=50, line_search_fn="strong_wolfe", tolerance_grad=0.0,
@@ -261,7 +263,7 @@ class Own:
     @classmethod
     def of(cls, data: Data, total: int) -> Own:
         """Return the share of this process, by a pass without the network if there are others."""
-        alone = data.processes.alone
+        alone = data.processes.is_single_process
         return cls(total if alone else sum(batch.n_samples for batch in data.batches("counting")), data.processes)
 
     def batches(self, data: Data, size: int, total: int, generator: torch.Generator) -> Iterator[Batch | None]:
@@ -269,11 +271,11 @@ class Own:
         if not self.count:
             return repeat(None)
         drawing = numbered_generator(generator, self.processes.rank) if self.processes.rank else generator
-        return shuffled(data, max(1, round(size * self.count / total)), drawing)
+        return shuffle_batches(data, max(1, round(size * self.count / total)), drawing)
 
     def rows(self, batch: Batch | None) -> int:
         """Return the number of rows of a batch in all processes."""
-        return sum(self.processes.each(0 if batch is None else len(batch.targets)))
+        return sum(self.processes.gather_numbers(0 if batch is None else len(batch.targets)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -576,7 +576,7 @@ class InducingPoints:
         if self.inducing is None:
             white = whitening(self.anchors.kernel(prior))
             information, ggn_diagonal = _information(problem, data, self.anchors, white)
-            (mix,) = data.processes.same([white @ _root(information)])
+            (mix,) = data.processes.copy_of_first([white @ _root(information)])
         else:
             white = smooth_whitening(self.anchors.kernel(prior))
             mix = white @ _root(self.inducing.information) * problem.likelihood.dispersion.to(white).sqrt()

@@ -116,7 +116,7 @@ class VaLLA(HasSettings):
             rows = statistics.data * statistics.outputs
             precision = starting_precisions(problem.prior, network.theta(), rows)
             problem = problem.with_precisions(precision)
-        pool = Pool.drawn(data, max(self.candidates, self.num_inducing), generator)
+        pool = Pool.draw(data, max(self.candidates, self.num_inducing), generator)
         placement = Placement(network, pool, generator)
         rows = pool.total * placement.outputs
         place = lambda start: placement.start(start, self.num_inducing, problem.prior, self.candidates)

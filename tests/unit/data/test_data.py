@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import lapwing as lw
 from lapwing.data.batches import Data
-from lapwing.data.inputs import call, map_tensors, tensors_in
+from lapwing.data.inputs import call_model, map_tensors, tensors_in
 from lapwing.errors import DataError
 
 X, Y = torch.randn(5, 3), torch.arange(5)
@@ -113,7 +113,7 @@ def test_a_look_opens_a_loader_once() -> None:
             return iter([(X[:n], Y[:n]) for n in self.sizes])
 
     for sizes, expected in (((3, 2), (3, 3)), ((1, 2, 3), (1, 2)), ((1, 1, 1, 4), (1, 1)), ((1,), (1, 1))):
-        first, several = Data(Loader(sizes), CPU, progress=True).look()
+        first, several = Data(Loader(sizes), CPU, progress=True).peek()
         assert (first.n_samples, several.n_samples) == expected
     assert len(opened) == 4
 
@@ -124,6 +124,6 @@ def test_keys_that_a_model_does_not_take_are_named() -> None:
             return x
 
     with pytest.raises(DataError, match=r"input keys \['text', 'x'\]; the model takes x\. Leave the others out"):
-        call(Net(), {"x": torch.zeros(2, 1), "text": ["a", "b"]})
+        call_model(Net(), {"x": torch.zeros(2, 1), "text": ["a", "b"]})
     whole = {"other": torch.zeros(2, 1)}
-    assert call(Net(), whole) is whole  # a model may take a mapping
+    assert call_model(Net(), whole) is whole  # a model may take a mapping

@@ -15,7 +15,7 @@ import lapwing as lw
 import lapwing.data.streams
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
-from lapwing.data.streams import Pool, drawn_numbers, joined, shuffled
+from lapwing.data.streams import Pool, concat_inputs, draw_numbers, shuffle_batches
 from tests import problems
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ X, Y = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.aran
 
 
 def drawn(most: int, sizes: tuple[int, ...] = (N,), seed: int = 0, inputs: Any = X) -> Pool:
-    return Pool.drawn(Data(problems.split(inputs, Y, sizes), CPU), most, torch.Generator().manual_seed(seed))
+    return Pool.draw(Data(problems.split(inputs, Y, sizes), CPU), most, torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("most", [1, 7, N])
@@ -58,12 +58,12 @@ def test_the_generator_decides_and_every_row_has_its_chance() -> None:
 
 
 def test_pieces_do_not_matter_and_memory_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = drawn_numbers(1000, 20, torch.Generator().manual_seed(5))
+    whole = draw_numbers(1000, 20, torch.Generator().manual_seed(5))
     sizes: list[int] = []
     plain = torch.cat
     monkeypatch.setattr(lapwing.data.streams, "PIECE", 64)
     monkeypatch.setattr(torch, "cat", lambda parts: (sizes.append(sum(map(len, parts))), plain(parts))[1])
-    assert torch.equal(drawn_numbers(1000, 20, torch.Generator().manual_seed(5)), whole)
+    assert torch.equal(draw_numbers(1000, 20, torch.Generator().manual_seed(5)), whole)
     assert max(sizes) <= 20 + 64
 
 
@@ -80,7 +80,7 @@ def test_inputs_of_different_shapes_are_refused(parts: list[Any]) -> None:
     with pytest.raises(
         lw.errors.DataError, match=r"different shapes .* cannot be put into one batch .* Pad all batches alike"
     ):
-        joined(parts)
+        concat_inputs(parts)
 
 
 def test_two_passes_over_the_data_and_no_more() -> None:
@@ -91,7 +91,7 @@ def test_two_passes_over_the_data_and_no_more() -> None:
             passes.append(1)
             return iter(problems.split(X, Y, (8, 1, 11)))
 
-    Pool.drawn(Data(Counting(), CPU), 7)
+    Pool.draw(Data(Counting(), CPU), 7)
     assert len(passes) == 2
 
 
@@ -113,7 +113,7 @@ def test_a_tensor_that_all_samples_share_is_kept_once(name: str, sizes: tuple[in
     """Also where it has as many rows as one of the batches, or as the pool, by chance."""
     context = SHARED[name]
     data = [((x, context), y) for x, y in problems.split(X, Y, sizes)]
-    pool = Pool.drawn(Data(data, CPU), most, torch.Generator().manual_seed(0))
+    pool = Pool.draw(Data(data, CPU), most, torch.Generator().manual_seed(0))
     assert torch.equal(pool.inputs[0], X[pool.targets])
     assert torch.equal(pool.inputs[1], context)
     again = pool.rows(torch.zeros(3, dtype=torch.long))
@@ -125,19 +125,19 @@ def test_a_tensor_that_all_samples_share_is_kept_once(name: str, sizes: tuple[in
 def test_one_that_differs_between_batches_is_refused(name: str) -> None:
     data = [((x, SHARED[name] + i), y) for i, (x, y) in enumerate(problems.split(X, Y, (9, 11)))]
     with pytest.raises(lw.errors.DataError, match=r"has no row for each sample, and is not the same in all batches"):
-        Pool.drawn(Data(data, CPU), N)
+        Pool.draw(Data(data, CPU), N)
 
 
 def test_batches_of_other_tensors_are_refused() -> None:
     with pytest.raises(lw.errors.DataError, match="batches of 1 and of 2 input tensors; expected as many"):
-        Pool.drawn(Data([(X[:9], Y[:9]), ((X[9:], X[9:]), Y[9:])], CPU), 5)
+        Pool.draw(Data([(X[:9], Y[:9]), ((X[9:], X[9:]), Y[9:])], CPU), 5)
 
 
 def test_keys_in_another_order_are_refused() -> None:
     """Columns are joined by their place."""
     data = [({"a": X[:9], "b": X[:9] + 1}, Y[:9]), ({"b": X[9:] + 1, "a": X[9:]}, Y[9:])]
     with pytest.raises(lw.errors.DataError, match="different keys or nestings; expected the same in all"):
-        Pool.drawn(Data(data, CPU), N)
+        Pool.draw(Data(data, CPU), N)
 
 
 # Batches without end.
@@ -156,7 +156,7 @@ class Loader:
 
 
 def batches(source: Any, size: int, count: int, seed: int = 0, **options: Any) -> list[Batch]:
-    return list(islice(shuffled(Data(source, CPU), size, torch.Generator().manual_seed(seed), **options), count))
+    return list(islice(shuffle_batches(Data(source, CPU), size, torch.Generator().manual_seed(seed), **options), count))
 
 
 @pytest.mark.parametrize("sizes", [(1,) * N, (8, 1, 11), (19, 1)])
@@ -248,4 +248,4 @@ def _wide(rand: Any, *shape: int, dtype: torch.dtype = torch.float64, **options:
 def test_targets_of_two_shapes_are_refused() -> None:
     x = torch.randn(4, 2)
     with pytest.raises(lw.errors.DataError, match=r"targets of shapes \(1,\) and \(3,\) in two batches"):
-        Pool.drawn(Data([(x, torch.randn(4, 1)), (x, torch.randn(4, 3))], CPU), 8)
+        Pool.draw(Data([(x, torch.randn(4, 1)), (x, torch.randn(4, 3))], CPU), 8)

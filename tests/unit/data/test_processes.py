@@ -151,14 +151,14 @@ def test_one_process_exchanges_nothing() -> None:
     assert Processes.of(None) is ALONE
     tensor = torch.ones(2)
     assert ALONE.sum([tensor, None])[0] is tensor
-    assert ALONE.gather(tensor) is tensor
-    assert ALONE.same([tensor]) == [tensor]
-    assert ALONE.lent(None) is None
-    assert ALONE.shared([lambda: [tensor]], [1.0], tensor.device) == [[tensor]]
-    with pytest.raises(DataError, match="as it is"), ALONE.together():
+    assert ALONE.gather_rows(tensor) is tensor
+    assert ALONE.copy_of_first([tensor]) == [tensor]
+    assert ALONE.first_available(None) is None
+    assert ALONE.run_jobs([lambda: [tensor]], [1.0], tensor.device) == [[tensor]]
+    with pytest.raises(DataError, match="as it is"), ALONE.share_errors():
         raise DataError("as it is")
     assert copy.deepcopy(ALONE) is ALONE
-    assert pickle.loads(pickle.dumps(Processes("a group", 1, 2))).alone
+    assert pickle.loads(pickle.dumps(Processes("a group", 1, 2))).is_single_process
 
 
 @pytest.mark.parametrize(

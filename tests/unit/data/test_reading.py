@@ -66,8 +66,8 @@ def test_a_pass_with_other_rows_is_noticed(name: str) -> None:
     read(data)
     assert len(data.findings) == 1
     with pytest.raises(DataError, match="second reading of the data gave"):
-        data.steady()
-    strict = Data(Loader(CHANGES[name]), CPU).steady()
+        data.requiring_same_rows()
+    strict = Data(Loader(CHANGES[name]), CPU).requiring_same_rows()
     read(strict)
     with pytest.raises(DataError, match="second reading of the data gave"):
         read(strict)
@@ -76,10 +76,10 @@ def test_a_pass_with_other_rows_is_noticed(name: str) -> None:
 @pytest.mark.parametrize("batch", [1, 7, 30])
 def test_order_and_batches_do_not_matter(batch: int) -> None:
     loader = DataLoader(TensorDataset(X, Y), batch, shuffle=True, generator=torch.Generator().manual_seed(0))
-    data = Data(loader, CPU).steady()
+    data = Data(loader, CPU).requiring_same_rows()
     for _ in range(5):
         read(data)
-    assert data.repeats()
+    assert data.is_repeatable()
     assert data.readings.passes == 5
 
 
@@ -97,15 +97,15 @@ def test_padded_rows_are_only_counted() -> None:
         longest = 1
 
     data = Data(Texts(padded), CPU)
-    assert data.repeats()
+    assert data.is_repeatable()
     shorter = Texts(padded)
     shorter.longest = 2
-    assert not Data(shorter, CPU).repeats()
+    assert not Data(shorter, CPU).is_repeatable()
 
 
 def test_sparse_inputs_complex_inputs_and_no_inputs_pass() -> None:
     for x in (X.to_sparse(), torch.view_as_complex(torch.ones(30, 3, 2)), torch.zeros(30, 0)):
-        assert Data(DataLoader([(x, Y)], batch_size=None), CPU).repeats()
+        assert Data(DataLoader([(x, Y)], batch_size=None), CPU).is_repeatable()
 
 
 REFUSED: dict[str, dict[str, Any]] = {

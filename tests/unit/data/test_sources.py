@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.data.batches import BATCH, Data, in_steps
+from lapwing.data.batches import BATCH, Data, cut_for_training
 from lapwing.data.inputs import tensors_in
 from lapwing.errors import DataError, InputError
 from tests.tolerances import assert_near
@@ -207,7 +207,7 @@ def test_training_takes_a_pair_in_steps_of_random_order() -> None:
     """Sorted labels would otherwise come one class at a time. The weights stay with their rows."""
     rows = 2 * BATCH + 3
     x, context = torch.arange(rows * 2.0).reshape(rows, 2), torch.zeros(5, 3)
-    pair = in_steps(((x.double().numpy(), context), lw.samples.Weighted(x[:, 0], x[:, 1])), torch.float32)
+    pair = cut_for_training(((x.double().numpy(), context), lw.samples.Weighted(x[:, 0], x[:, 1])), torch.float32)
     first, second = ([batch.inputs[0] for batch in Data(pair, CPU).batches("", weighted=True)] for _ in range(2))
     assert [len(batch) for batch in first] == [BATCH, BATCH, 3]
     assert len(pair) == 3
@@ -221,7 +221,7 @@ def test_training_takes_a_pair_in_steps_of_random_order() -> None:
 
 @pytest.mark.parametrize("source", [(X, Y), [(X, Y)], [(X[:3], Y[:3]), (X[3:], Y[3:])]])
 def test_training_takes_a_small_pair_and_a_list_as_they_are(source: Any) -> None:
-    assert in_steps(source, torch.float32) is source
+    assert cut_for_training(source, torch.float32) is source
 
 
 def test_a_run_on_a_pair_can_be_repeated() -> None:

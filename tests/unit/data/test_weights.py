@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.data.batches import Data
-from lapwing.data.inputs import merged
+from lapwing.data.inputs import merge_batches
 from lapwing.errors import DataError, UnsupportedError
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def test_every_form_gives_the_same_weights(source):
 
 def test_joined_batches_keep_their_weights():
     data = Data(lw.samples.weighted([(X[:2], Y[:2], W[:2]), (X[2:], Y[2:], W[2:])]), CPU)
-    (batch,) = merged(data.batches("", weighted=True), 6)
+    (batch,) = merge_batches(data.batches("", weighted=True), 6)
     assert torch.equal(batch.weights, W.double())
     assert torch.equal(batch.weights_of(slice(1, 3)), W[1:3].double())
 
@@ -65,8 +65,8 @@ def test_weights_that_change_between_passes_are_noticed():
             return iter([(X, lw.samples.Weighted(Y, W + self.passes))])
 
     data = Data(Changing(), CPU)
-    assert not data.repeats()
-    assert data.weighted
+    assert not data.is_repeatable()
+    assert data.has_weights
 
 
 @pytest.mark.parametrize(

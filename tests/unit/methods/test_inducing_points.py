@@ -250,7 +250,7 @@ def placement_setting(x: Tensor, y: Tensor, outputs: int = 3) -> tuple[Network, 
     model = nn.Sequential(nn.Linear(x.shape[1], 5), nn.Tanh(), nn.Linear(5, outputs)).double()
     network = Network.build(model, x)
     prior = lw.isotropic(0.7).bound(network.selection, network.theta())
-    return network, prior, Pool.drawn(Data([(x, y)], CPU), len(x), generator())
+    return network, prior, Pool.draw(Data([(x, y)], CPU), len(x), generator())
 
 
 def clouds(count: int = 8) -> tuple[Tensor, Tensor]:
@@ -385,7 +385,7 @@ def test_kmeans_without_classes_takes_the_outputs_in_turn() -> None:
 def test_kmeans_keeps_the_shape_of_images() -> None:
     case = BY_NAME["cnn"]
     network = Network.build(case.build(), case.batch(3))
-    pool = Pool.drawn(Data([(case.batch(9), problems.targets(case, 9))], CPU), 9, generator())
+    pool = Pool.draw(Data([(case.batch(9), problems.targets(case, 9))], CPU), 9, generator())
     prior = lw.isotropic(1.0).bound(network.selection, network.theta())
     anchors = Placement(network, pool, generator()).start("kmeans", 4, prior, 1000)
     assert anchors.inputs.shape == (4, 2, 7, 8)
@@ -431,7 +431,7 @@ def test_inputs_that_have_no_centres_are_data_as_they_are(name: str, start: str)
     inputs, y = case.batch(9), problems.targets(case, 9)
     network = Network.build(case.build(), inputs)
     prior = lw.isotropic(1.0).bound(network.selection, network.theta())
-    pool = Pool.drawn(Data([(inputs, y)], CPU), 9, generator())
+    pool = Pool.draw(Data([(inputs, y)], CPU), 9, generator())
     anchors = Placement(network, pool, generator()).start(start, 5, prior, 1000)
     first = lambda tree: next(iter(tree.values())) if isinstance(tree, dict) else tree
     first_of = lambda tree: first(tree)[0] if isinstance(tree, tuple) else first(tree)

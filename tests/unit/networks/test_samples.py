@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.data.batches import Data
-from lapwing.data.streams import shuffled
+from lapwing.data.streams import shuffle_batches
 from lapwing.methods.hfl.hfl import averaged
 from lapwing.methods.hfl.response import Objective
 from lapwing.networks.jacobians import Footprint
@@ -302,7 +302,7 @@ def test_batches_without_end_remember_what_is_shared() -> None:
     x, y, context = numbers("sum")
     other = context + 1
     parts = [((x[:4], context), y[:4]), ((x[4:10], other), y[4:10])]
-    for batch in islice(shuffled(Data(parts, CPU), 3, torch.Generator().manual_seed(0)), 6):
+    for batch in islice(shuffle_batches(Data(parts, CPU), 3, torch.Generator().manual_seed(0)), 6):
         assert len(batch.inputs[1]) == ROWS
         assert torch.equal(batch.inputs[1], context) or torch.equal(batch.inputs[1], other)
 
