@@ -99,6 +99,14 @@ def sample_count(network: Network, batch: Batch) -> int:
     return inputs
 
 
+def first_samples(network: Network, batch: Batch, count: int) -> Batch:
+    """Return the batch with at most so many samples."""
+    if batch.n_samples <= count:
+        return batch
+    rows = slice(0, count)
+    return Batch(network.take(batch.inputs, rows), batch.targets[rows], batch.key, batch.weights_of(rows))
+
+
 def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return (outputs, targets) of a batch, checked against each other before the network runs.
 

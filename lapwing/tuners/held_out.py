@@ -1,44 +1,333 @@
-"""Tuners that try a list of values: precisions or temperatures, by held-out data or by the evidence."""
+"""Scores on held-out data, of many candidates in one pass, and tuners that take the best of a list of values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lapwing.data.batches import Data
-from lapwing.data.inputs import Inputs
+from lapwing.data.inputs import Batch, Inputs, merge_batches
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.jacobians import temporary
-from lapwing.posteriors.base import Kept, Posterior, drawn_beliefs, pieces
-from lapwing.problem import Problem, sample_count
-from lapwing.runtime.settings import DATA, FLAG, POSITIVE_VALUES, HasSettings, Rule, integer, required, setting
+from lapwing.networks.network import Network
+from lapwing.posteriors.base import Kept, Posterior, drawn_beliefs, pieces, prefers_draws
+from lapwing.posteriors.mixture import Belief, Cell, member
+from lapwing.posteriors.weight_space import beliefs_at
+from lapwing.problem import Problem, first_samples, named_targets
+from lapwing.runtime.memory import runs
+from lapwing.runtime.settings import DATA, POSITIVE_VALUES, HasSettings, Rule, integer, required, setting
 from lapwing.runtime.trace import Step, Trace
-from lapwing.tuners.mixing import drawn_numbers
 from lapwing.values.functions import FunctionSamples
 from lapwing.values.gaussian import FunctionGaussian
+
+FunctionBelief = FunctionGaussian | FunctionSamples
+Chunk = tuple[Tensor, Tensor | None, Iterable[FunctionBelief]]  # targets, weights, and the belief of each member
+
+TOGETHER = 512  # rows that are scored at once: every cell has a fixed cost for a batch
+SCORED = 4  # pairs of functions by which a posterior is scored, if predictions are made from functions
+FEW_POINTS = 100  # training data that are looked at, if every input takes solves over all data
+
+
+def beliefs_by_chunk(
+    members: Sequence[Posterior],
+    wide: Sequence[Posterior],
+    data: Data,
+    batches: Iterable[Batch],
+    one_by_one: bool = False,
+) -> Iterator[Chunk]:
+    """Yield checked targets, the weights of the samples, and the belief of every member, for each chunk of the data.
+
+    The network is run and differentiated once for each chunk: all members take their variances from one Jacobian.
+    Where predictions are made from drawn functions, members are scored by functions too, all with the same numbers, so
+    that they do not differ by the luck of their draws. Then only the members in ``wide`` are drawn from.
+
+    With ``one_by_one`` a member computes nothing, such as its factorisation, before its belief is taken.
+    """
+    for each in () if data.processes.is_single_process else members:
+        each.prepare()  # not at the first batch: a process may have none
+    network, likelihood = members[0].problem.network, members[0].problem.likelihood
+    kept = None if one_by_one else Kept()
+    for batch in batches:
+        x, y = batch.inputs, named_targets(network, likelihood, batch, data.name)
+        if prefers_draws(wide, network, likelihood, x):
+            stored = [each.n_stored() if each in wide else 0 for each in members]
+            numbers = [range(SCORED if n is None else min(SCORED, n)) for n in stored]
+            chunks = _by_functions(members, x, numbers, kept)
+        else:
+            chunks = (_by_one_jacobian if one_by_one else _by_shared_passes)(members, x)
+        for rows, beliefs in chunks:
+            yield y[rows], batch.weights_of(rows), beliefs
+
+
+def _by_functions(
+    members: Sequence[Posterior], x: Inputs, numbers: Sequence[range], kept: Kept | None
+) -> Iterator[tuple[slice, Iterable[FunctionBelief]]]:
+    """Yield rows of a batch, and the functions with these numbers; without ``kept``, one member after another."""
+    for rows, part in pieces(members[0].problem.network, x, max(map(len, numbers))):
+        if kept is not None:
+            yield rows, drawn_beliefs(members, part, numbers, kept)
+        else:
+            alone = (drawn_beliefs([each], part, [n], Kept()) for each, n in zip(members, numbers, strict=True))
+            yield rows, chain.from_iterable(alone)
+
+
+def _by_one_jacobian(members: Sequence[Posterior], x: Inputs) -> Iterator[tuple[slice, Iterable[FunctionBelief]]]:
+    """Yield rows of a batch, and the beliefs of members of one network, each computed when it is taken."""
+    network = members[0].problem.network
+    for rows, tangent in network.tangents(x):
+        f, jacobians = tangent.f.to(network.dtype), tangent.jacobians()
+        covariances = (each.covariance(jacobians) for each in members)
+        yield rows, (FunctionGaussian(f, cov if f.ndim == 3 else cov.squeeze(1)) for cov in covariances)
+
+
+def _by_shared_passes(members: Sequence[Posterior], x: Inputs) -> Iterator[tuple[slice, Iterable[FunctionBelief]]]:
+    """Yield rows of a batch, so few that the covariances of all members fit in memory, and the beliefs of all."""
+    network = members[0].problem.network
+    shape, count = network.for_inputs(x).output_shape, network.count(x)
+    covariance = torch.Size(shape).numel() * shape[-1] * torch.finfo(network.dtype).bits // 8
+    for rows in runs(count, 4 * (len(members) + 1) * covariance, network.device):
+        yield rows, beliefs_at(members, x if rows == slice(0, count) else network.take(x, rows))
+
+
+@dataclass(frozen=True, eq=False)
+class CellGrid:
+    """Cells with their prior probabilities.
+
+    ``rescaled`` marks the plain network with another temperature or noise: the baseline to compare with.
+    """
+
+    bases: tuple[Any, ...]
+    beliefs: tuple[Belief, ...]
+    cells: tuple[Cell, ...]
+    log_prior: Tensor  # (cells,)
+    rescaled: Tensor  # (cells,), bool
+    unchanged: int  # the number of the cell that is the plain network with its likelihood as it is
+
+    @classmethod
+    def compared(cls, bases: Sequence[Any], beliefs: Sequence[Belief], cells: Sequence[Cell]) -> CellGrid:
+        """Return cells that are only scored, without prior probabilities; the last one is the plain network."""
+        none = torch.zeros(len(cells), dtype=torch.bool)
+        return cls(tuple(bases), tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
+
+    @property
+    def scales(self) -> Tensor:
+        """The scale of every cell's covariance, (cells,)."""
+        return torch.tensor([cell.scale for cell in self.cells], dtype=torch.float64)
+
+
+def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
+    """Return log p(y | x, cell) of every datum and cell, (n, cells) in float64; see ``counted_scores``."""
+    return counted_scores(grid, data, limit)[0]
+
+
+def counted_scores(grid: CellGrid, data: Data, limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return log p(y | x, cell) of every datum and cell, (n, cells), and how often each counts, (n,), in float64.
+
+    A datum counts once, or as often as its weight says. One pass over the data for all cells; ``limit`` ends it after
+    so many data, of which each process takes its share. Data whose target is ignored are left out.
+    """
+    base = grid.bases[0]
+    network, likelihood = base.problem.network, base.problem.likelihood
+    if limit is not None:
+        limit = -(-(min(limit, FEW_POINTS) if base.solves_for_inputs else limit) // data.processes.size)
+    members = [member(grid.bases, belief) for belief in grid.beliefs]
+    wide = [members[i] for i in {cell.belief for cell in grid.cells if cell.scale > 0}]
+    batches = merge_batches(_limited(data, limit, network, likelihood), TOGETHER)
+    rows: list[Tensor] = []
+    with torch.no_grad():
+        for y, weights, beliefs in beliefs_by_chunk(members, wide, data, batches):
+            each = _cell_scores(grid, beliefs, y).double()
+            counts = each.new_ones(len(y)) if weights is None else weights
+            each = torch.cat([each, counts.repeat_interleave(len(each) // len(y)).unsqueeze(1)], 1)
+            rows.append(each[~likelihood.ignored(y).reshape(len(each), -1).all(1)])
+            del each
+    if not sum(data.processes.gather_numbers(sum(map(len, rows)))):
+        raise DataError(f"{data.name}: every target is ignored; expected at least one that is not.")
+    scores = data.processes.gather_rows(torch.cat(rows)[:limit] if rows else None)
+    rows.clear()
+    assert scores is not None
+    if not all(map(math.isfinite, torch.aminmax(scores))):  # NaN if a score is; without a copy of the scores
+        raise DataError(
+            f"{data.name}: {int((~torch.isfinite(scores)).sum())} of {scores.numel()} log-likelihoods are not finite; "
+            "expected finite ones. Check the targets, and the network for overflow."
+        )
+    scores = scores.cpu()
+    return scores[:, :-1], scores[:, -1]
+
+
+def _cell_scores(grid: CellGrid, beliefs: Iterable[FunctionBelief], y: Tensor) -> Tensor:
+    """Return log p(y | x, cell) of every datum and cell, (n, cells), with one belief in memory at a time."""
+    likelihood = grid.bases[0].problem.likelihood
+    columns: dict[int, Tensor] = {}
+    for number, belief in enumerate(beliefs):
+        for i, cell in enumerate(grid.cells):
+            if cell.belief == number:
+                columns[i] = likelihood.known_log_prob(cell.predict(belief), y).flatten()
+    return torch.stack([columns[i] for i in range(len(grid.cells))], 1)
+
+
+def _limited(data: Data, limit: int | None, network: Network, likelihood: Likelihood) -> Iterator[Batch]:
+    """Yield batches until ``limit`` data have passed; a batch of tokens without the samples beyond, which are many."""
+    count = 0
+    for batch in data.batches("validation data" if limit is None else "training data", weighted=True):
+        if limit is not None and len(network.output_shape) == 2:
+            y = named_targets(network, likelihood, batch, data.name)
+            known = (~likelihood.ignored(y)).reshape(*y.shape[:2], -1).any(-1).sum(1).cumsum(0)
+            batch = first_samples(network, batch, int((known < limit - count).sum()) + 1)
+            count += int(known[-1])
+        else:
+            count += batch.n_samples
+        yield batch
+        if limit is not None and count >= limit:
+            return
+
+
+def mean_score(scores: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean of scores (n, ...) over the data, each counted so often, (n,)."""
+    return torch.tensordot(counts, scores, 1) / counts.sum()
+
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
 METRIC = Rule(
     "a function of (predictive, targets)", lambda v: callable(v) and not isinstance(v, type | torch.nn.Module)
 )
-EVIDENCE = "evidence"  # in the place of held-out data
 KEPT = 2  # memory that candidates may keep between chunks, as a multiple of the budget for intermediate results
 REPEATED = 1e-4  # relative difference of two passes over the same data: rounding in single precision
-PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-8, 13))  # 1e-4 to 1e6
-TEMPERATURES = tuple(10.0 ** (k / 8) for k in range(-24, 17))  # 1e-3 to 1e2
 
 
 def nll(predictive: Any, y: Tensor) -> Tensor:
     """Return the mean negative log-likelihood."""
     value: Tensor = -predictive.log_prob(y).mean()
     return value
+
+
+def held_out_scores(
+    candidates: Sequence[Posterior], source: Iterable[Any] | Data, metric: Metric, folds: int = 1
+) -> Tensor:
+    """Return the metric of each candidate on each fold, (folds, candidates); folds without data are left out.
+
+    Datum i is in fold i mod ``folds``. Cost: one pass over the data for as many candidates as fit in memory together.
+    """
+    data = candidates[0].problem.network.reading(source, "held-out data")
+    passes: list[_Pass] = []
+    n_scored = 0
+    while n_scored < len(candidates):
+        passes.append(_one_pass(candidates[n_scored:], data, metric, folds))
+        _refuse_other_data(passes[0], passes[-1])
+        n_scored += passes[-1].totals.shape[1]
+    used = passes[0].counts > 0
+    if not bool(used.any()):
+        raise DataError("no held-out datum counts: every target is ignored; expected at least one.")
+    return torch.cat([each.totals for each in passes], 1)[used] / passes[0].counts[used][:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """Sums over the data of each fold: scores (folds, candidates), counts (folds,) and |f| (folds,)."""
+
+    totals: Tensor
+    counts: Tensor
+    sizes: Tensor
+
+    def add(self, cell: Cell, belief: FunctionBelief, y: Tensor, folds: Iterable[Any], metric: Metric) -> None:
+        """Add the scores of a candidate on one chunk of the data; ``folds`` has an index of the rows of each fold."""
+        for k, rows in enumerate(folds):
+            part = belief.rows(rows)
+            count = part.mean[..., 0].numel()
+            if not count:
+                continue
+            if cell.belief == 0:
+                self.counts[k] += count
+                self.sizes[k] += float(part.mean.double().abs().sum())
+            self.totals[k, cell.belief] += count * _number(metric(cell.predict(part), y[rows]))
+
+
+def _one_pass(candidates: Sequence[Posterior], data: Data, metric: Metric, folds: int) -> _Pass:
+    """Score the first candidates, at least one, as many as cache little enough memory in the first chunk."""
+    # copies, whose cached factorisations are freed with them
+    candidates = [replace(each) for each in candidates]  # type: ignore[type-var]
+    cells = [Cell(i, each.problem.likelihood) for i, each in enumerate(candidates)]
+    limit: float = KEPT * temporary(candidates[0].problem.network.device)
+    storages = _storages(candidates[0])
+    shared = sum(storages.values())
+    sums = _Pass(torch.zeros(folds, len(cells), dtype=torch.float64), *torch.zeros(2, folds, dtype=torch.float64))
+    position = _first_position(data) if folds > 1 else 0
+    with torch.no_grad():
+        batches = data.batches("held-out data")
+        for y, _, beliefs in beliefs_by_chunk(candidates, candidates, data, batches, one_by_one=True):
+            fold = (torch.arange(len(y), device=y.device) + position) % folds
+            rows = [_known_rows(cells[0].likelihood, y, (fold == k).nonzero()[:, 0]) for k in range(folds)]
+            position += len(y)
+            for cell, belief in zip(cells, beliefs, strict=False):
+                sums.add(cell, belief, y, rows, metric)
+                storages |= _storages(candidates[cell.belief]) if limit < math.inf else {}
+                cached = sum(storages.values()) - shared
+                if cached + cached / (cell.belief + 1) > limit:
+                    cells = cells[: cell.belief + 1]
+                    break
+            limit = math.inf
+    n_scored = min(data.processes.gather_numbers(len(cells)))
+    totals = sums.totals[:, :n_scored].contiguous()
+    return _Pass(*data.processes.sum([totals, sums.counts, sums.sizes]))
+
+
+def _storages(value: Any) -> dict[int, int]:
+    """Return the bytes of all tensors in the value by their address, so that shared memory counts once."""
+    if isinstance(value, Tensor):
+        return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()}
+    inside: Iterable[Any] = value if isinstance(value, tuple | list) else ()
+    if isinstance(value, Mapping) or is_dataclass(value):
+        inside = (value if isinstance(value, Mapping) else vars(value)).values()
+    return {address: count for each in inside for address, count in _storages(each).items()}
+
+
+def _first_position(data: Data) -> int:
+    """Return the number of data of the processes before this one, by a pass without the network if there are any."""
+    if data.processes.is_single_process:
+        return 0
+    return data.processes.offset_and_total(sum(batch.n_samples for batch in data.batches("counting")))[0]
+
+
+def _refuse_other_data(first: _Pass, again: _Pass) -> None:
+    """Raise if two passes did not see the same data in the same folds."""
+    same = torch.equal(first.counts, again.counts) and torch.allclose(first.sizes, again.sizes, rtol=REPEATED, atol=0)
+    if not same:
+        raise DataError(
+            "a second pass over the held-out data gave other folds, and the candidates do not fit in memory at once; "
+            "expected the same data in the same order. Use shuffle=False and no random augmentation, or try fewer "
+            "values at a time."
+        )
+
+
+def _known_rows(likelihood: Likelihood, y: Tensor, rows: Tensor) -> Any:
+    """Return an index of these rows, without the targets that the likelihood ignores."""
+    ignored = likelihood.ignored(y[rows])
+    if not bool(ignored.any()):
+        return rows
+    if y.is_floating_point():  # several labels for each datum, of which some are known
+        raise DataError("some held-out labels are ignored ones, which no score can leave out; expected known ones.")
+    known = torch.zeros_like(y, dtype=torch.bool)
+    known[rows] = ~ignored
+    return known.nonzero(as_tuple=True)
+
+
+def _number(score: Tensor | float) -> float:
+    """Return the score as a number, or raise if the metric returned several."""
+    if isinstance(score, Tensor) and score.numel() != 1:
+        raise DataError(f"the metric gave {tuple(score.shape)} numbers; expected one, the mean over the batch.")
+    return float(score)
+
+
+EVIDENCE = "evidence"  # in the place of held-out data
+PRECISIONS = tuple(10.0 ** (k / 2) for k in range(-8, 13))  # 1e-4 to 1e6
+TEMPERATURES = tuple(10.0 ** (k / 8) for k in range(-24, 17))  # 1e-3 to 1e2
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +394,6 @@ class CrossValidated(HasSettings):
         precisions: The values to try; by default 21 values from 1e-4 to 1e6.
         metric: A function of (predictive, targets) that returns the mean over the batch; lower is better.
         folds: The number of folds; datum i is in fold i mod ``folds``.
-        one_error: Whether to take the largest precision (the narrowest error bars) whose mean is within one standard
-            error of the best, the usual guard against noise in a small held-out set.
 
     Raises:
         UnsupportedError: If a setting is out of range, or, when called, the posterior has no precision to change.
@@ -124,7 +411,6 @@ class CrossValidated(HasSettings):
     precisions: Sequence[float] = setting(PRECISIONS, POSITIVE_VALUES)
     metric: Metric = setting(nll, METRIC)
     folds: int = setting(5, integer(2))
-    one_error: bool = setting(False, FLAG)
 
     holds_out: ClassVar[bool] = True
 
@@ -140,9 +426,6 @@ class CrossValidated(HasSettings):
             f"precision {self.precisions[best]:.3g} has the best mean, {float(means[best]):.4g} ± "
             f"{float(errors[best]):.2g} over {len(scores)} folds"
         )
-        if self.one_error:
-            allowed = [i for i in range(len(candidates)) if means[i] <= means[best] + errors[best]]
-            best = max(allowed, key=lambda i: self.precisions[i], default=best)
         trace = Trace("CrossValidated", "mean held-out metric", findings=(finding,))
         return _best_of(candidates, means, best, trace)
 
@@ -225,174 +508,3 @@ def _best_of(candidates: Sequence[Any], scores: Tensor, best: int, trace: Trace)
         precisions = tuple(problem.prior.values.detach().reshape(-1).tolist())
         steps.append(Step(score, precisions, (float(problem.likelihood.dispersion),)))
     return candidates[best].with_trace(replace(trace, steps=tuple(steps), findings=findings))
-
-
-def held_out_scores(candidates: Sequence[Any], source: Iterable[Any] | Data, metric: Metric, folds: int = 1) -> Tensor:
-    """Return the metric of each candidate on each fold, (folds, candidates); folds without data are left out.
-
-    Datum i is in fold i mod ``folds``. The network is run and differentiated once for each chunk of the data, and
-    every candidate computes its variances from the same Jacobian. Cost: one pass over the data for as many candidates
-    as fit in memory together.
-    """
-    network = candidates[0].problem.network
-    data = network.reading(source)
-    passes: list[_Pass] = []
-    n_scored = 0
-    while n_scored < len(candidates):
-        passes.append(_one_pass(candidates[n_scored:], data, metric, folds))
-        _refuse_other_data(passes[0], passes[-1])
-        n_scored += passes[-1].totals.shape[1]
-    used = passes[0].counts > 0
-    if not bool(used.any()):
-        raise DataError("no held-out datum counts: every target is ignored; expected at least one.")
-    return torch.cat([each.totals for each in passes], 1)[used] / passes[0].counts[used][:, None]
-
-
-@dataclass(frozen=True, eq=False)
-class _Pass:
-    """Sums over the data of each fold: scores (folds, candidates), counts (folds,) and |f| (folds,)."""
-
-    totals: Tensor
-    counts: Tensor
-    sizes: Tensor
-
-
-def _one_pass(candidates: Sequence[Any], data: Data, metric: Metric, folds: int) -> _Pass:
-    """Score as many of the first candidates as fit in memory together."""
-    likelihoods = [candidate.problem.likelihood for candidate in candidates]
-    totals = torch.zeros(folds, len(candidates), dtype=torch.float64)
-    counts, sizes = (torch.zeros(folds, dtype=torch.float64) for _ in range(2))
-    n_scored = len(candidates)
-    position = _first_position(data) if folds > 1 else 0
-    with torch.no_grad():
-        for targets, beliefs in _beliefs(candidates, data):
-            n_scored = len(beliefs)
-            size = beliefs[0].mean.shape[0]
-            fold = (torch.arange(size) + position) % folds
-            position += size
-            y = likelihoods[0].targets(beliefs[0].mean, targets)
-            for k in range(folds):
-                rows = _known_rows(likelihoods[0], y, (fold == k).nonzero()[:, 0].to(y.device))
-                f = beliefs[0].mean[rows]
-                count = f[..., 0].numel()
-                if not count:
-                    continue
-                counts[k] += count
-                sizes[k] += float(f.double().abs().sum())
-                for i, (likelihood, belief) in enumerate(zip(likelihoods, beliefs, strict=False)):
-                    totals[k, i] += count * _number(metric(_predicted(likelihood, belief, rows), y[rows]))
-    n_scored = min(data.processes.gather_numbers(n_scored))
-    return _Pass(*data.processes.sum([totals[:, :n_scored].contiguous(), counts, sizes]))
-
-
-def _first_position(data: Data) -> int:
-    """Return the number of data of the processes before this one, by a pass without the network if there are any."""
-    if data.processes.is_single_process:
-        return 0
-    return data.processes.offset_and_total(sum(batch.n_samples for batch in data.batches("counting")))[0]
-
-
-def _predicted(likelihood: Likelihood, belief: FunctionGaussian | FunctionSamples, rows: Any) -> Any:
-    """Return the predictive of some of the data."""
-    if isinstance(belief, FunctionSamples):
-        return likelihood.predict_samples(belief.rows(rows))
-    return likelihood.predict(FunctionGaussian(belief.mean[rows], belief.cov[rows]))
-
-
-def _refuse_other_data(first: _Pass, again: _Pass) -> None:
-    """Raise if two passes did not see the same data in the same folds."""
-    same = torch.equal(first.counts, again.counts) and torch.allclose(first.sizes, again.sizes, rtol=REPEATED, atol=0)
-    if not same:
-        raise DataError(
-            "a second pass over the held-out data gave other folds, and the candidates do not fit in memory at once; "
-            "expected the same data in the same order. Use shuffle=False and no random augmentation, or try fewer "
-            "values at a time."
-        )
-
-
-def _known_rows(likelihood: Likelihood, y: Tensor, rows: Tensor) -> Any:
-    """Return an index of these rows, without the targets that the likelihood ignores."""
-    ignored = likelihood.ignored(y[rows])
-    if not bool(ignored.any()):
-        return rows
-    if y.is_floating_point():  # several labels for each datum, of which some are known
-        raise DataError("some held-out labels are ignored ones, which no score can leave out; expected known ones.")
-    known = torch.zeros_like(y, dtype=torch.bool)
-    known[rows] = ~ignored
-    return known.nonzero(as_tuple=True)
-
-
-def _number(score: Tensor | float) -> float:
-    """Return the score as a number, or raise if the metric returned several."""
-    if isinstance(score, Tensor) and score.numel() != 1:
-        raise DataError(f"the metric gave {tuple(score.shape)} numbers; expected one, the mean over the batch.")
-    return float(score)
-
-
-def _beliefs(
-    candidates: Sequence[Any], data: Data
-) -> Iterator[tuple[Tensor, Sequence[FunctionGaussian | FunctionSamples]]]:
-    """Yield the targets of each chunk and the beliefs of the first candidates, as many as fit at the first chunk."""
-    network = candidates[0].problem.network
-    group = [replace(candidate) for candidate in candidates]  # copies, whose cached factorisations are freed with them
-    for each in () if data.processes.is_single_process else group:
-        each.prepare()  # not at the first batch: a process may have none
-    limit: float = KEPT * temporary(network.device)
-    for batch in data.batches("held-out data"):
-        sample_count(network, batch)
-        for rows, belief_of in _chunks(group, batch.inputs):
-            beliefs = _beliefs_within(group, belief_of, limit)
-            group, limit = group[: len(beliefs)], math.inf
-            yield batch.targets[rows], beliefs
-
-
-def _chunks(
-    candidates: Sequence[Any], x: Inputs
-) -> Iterator[tuple[slice, Callable[[Any], FunctionGaussian | FunctionSamples]]]:
-    """Yield rows of a batch, and the function from a candidate to its belief about them.
-
-    It takes the variances of the outputs from one Jacobian for all candidates, or draws functions where predictions do.
-    """
-    network, likelihood = candidates[0].problem.network, candidates[0].problem.likelihood
-    numbers = drawn_numbers(candidates, candidates, likelihood, x)
-    if numbers:
-        drawn = lambda inputs, each: next(drawn_beliefs([each], inputs, numbers[:1], Kept()))
-        for rows, part in pieces(network, x, sum(map(len, numbers))):
-            yield rows, partial(drawn, part)
-        return
-    for rows, tangent in network.tangents(x):
-        yield rows, partial(_gaussian, tangent.f.to(network.dtype), tangent.jacobians())
-
-
-def _gaussian(f: Tensor, jacobians: Any, candidate: Any) -> FunctionGaussian:
-    """Return the belief of a candidate about the outputs f, given their Jacobian."""
-    covariance = candidate.covariance(jacobians)
-    return FunctionGaussian(f, covariance if f.ndim == 3 else covariance.squeeze(1))
-
-
-def _beliefs_within(
-    candidates: Sequence[Any], belief_of: Callable[[Any], FunctionGaussian | FunctionSamples], limit: float
-) -> list[FunctionGaussian | FunctionSamples]:
-    """Return the beliefs of the first candidates, at least one, as many as cache at most ``limit`` bytes."""
-    storages: dict[int, int] = {}
-    _add_storages(candidates[0], storages)
-    before = sum(storages.values())
-    beliefs: list[FunctionGaussian | FunctionSamples] = []
-    for candidate in candidates:
-        beliefs.append(belief_of(candidate))
-        _add_storages(candidate, storages)
-        cached = sum(storages.values()) - before
-        if cached + cached / len(beliefs) > limit:
-            break
-    return beliefs
-
-
-def _add_storages(value: Any, storages: dict[int, int]) -> None:
-    """Add the bytes of all tensors in the value, by their address, so that shared memory counts once."""
-    if isinstance(value, Tensor):
-        storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    inside: Iterable[Any] = value if isinstance(value, tuple | list) else ()
-    if isinstance(value, Mapping) or is_dataclass(value):
-        inside = (value if isinstance(value, Mapping) else vars(value)).values()
-    for each in inside:
-        _add_storages(each, storages)

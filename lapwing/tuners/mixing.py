@@ -11,17 +11,14 @@ import torch
 from torch import Tensor
 
 from lapwing.data.batches import Data
-from lapwing.data.inputs import Batch, Inputs, merge_batches
 from lapwing.data.processes import ALONE, Processes
-from lapwing.errors import DataError, UnsupportedError
+from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import Likelihood, spread
-from lapwing.networks.network import Network
-from lapwing.posteriors.base import Kept, Posterior, drawn_beliefs, pieces, prefers_draws
-from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior, member
-from lapwing.posteriors.weight_space import beliefs_at
+from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior
 from lapwing.predictives.base import log_density
-from lapwing.problem import checked_targets, named_targets
-from lapwing.runtime.memory import fitting, runs
+from lapwing.problem import checked_targets
+from lapwing.runtime.memory import fitting
 from lapwing.runtime.settings import (
     DATA,
     EMPTY,
@@ -37,9 +34,8 @@ from lapwing.runtime.settings import (
 from lapwing.runtime.threads import warn_caller
 from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import required_data
+from lapwing.tuners.held_out import FEW_POINTS, CellGrid, counted_scores, mean_score
 from lapwing.tuners.held_out_data import CERTAIN, WIDTHS, HeldOutputs, Offset, biases, learned_offset, refitted_noise
-from lapwing.values.functions import FunctionSamples
-from lapwing.values.gaussian import FunctionGaussian
 
 PLAIN = 0.3  # prior probability of the network without error bars
 PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
@@ -49,38 +45,9 @@ FEW_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves 
 SCALES = tuple(10.0**k for k in range(3, -2, -1))  # the same for methods without a precision: 1 / scale of V
 NOISES = range(-4, 12)  # quarters of decades of the noise variance, from that of the training residuals
 DECADE = 4  # quarters on both sides of the variance of the validation residuals
-FEW_POINTS = 100  # training data that are looked at, if every input takes solves over all data
-TOGETHER = 512  # rows that are scored at once: every cell has a fixed cost for a batch
 MOST = 3  # precisions that a mixture keeps
-SCORED = 4  # pairs of functions by which a precision is scored, if predictions are made from functions
 TEMPERATURES = (0.35, 0.5, 0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
 TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9))  # degrees and scale
-
-
-@dataclass(frozen=True, eq=False)
-class CellGrid:
-    """Cells with their prior probabilities.
-
-    ``rescaled`` marks the plain network with another temperature or noise: the baseline to compare with.
-    """
-
-    bases: tuple[Any, ...]
-    beliefs: tuple[Belief, ...]
-    cells: tuple[Cell, ...]
-    log_prior: Tensor  # (cells,)
-    rescaled: Tensor  # (cells,), bool
-    unchanged: int  # the number of the cell that is the plain network with its likelihood as it is
-
-    @classmethod
-    def compared(cls, bases: Sequence[Any], beliefs: Sequence[Belief], cells: Sequence[Cell]) -> CellGrid:
-        """Return cells that are only scored, without prior probabilities; the last one is the plain network."""
-        none = torch.zeros(len(cells), dtype=torch.bool)
-        return cls(tuple(bases), tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
-
-    @property
-    def scales(self) -> Tensor:
-        """The scale of every cell's covariance, (cells,)."""
-        return torch.tensor([cell.scale for cell in self.cells], dtype=torch.float64)
 
 
 def grid_of(
@@ -244,119 +211,9 @@ def thinned(grid: CellGrid, scores: Tensor, counts: Tensor | None = None) -> Cel
     return replace(grid, log_prior=(grid.log_prior + gain).masked_fill(spread & ~kept, -math.inf))
 
 
-def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
-    """Return log p(y | x, cell) of every datum and cell, (n, cells) in float64; see ``counted_scores``."""
-    return counted_scores(grid, data, limit)[0]
-
-
-def counted_scores(grid: CellGrid, data: Data, limit: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return log p(y | x, cell) of every datum and cell, (n, cells), and how often each counts, (n,), in float64.
-
-    A datum counts once, or as often as its weight says. One pass over the data for all cells; ``limit`` ends it after
-    so many data, of which each process takes its share. Data whose target is ignored are left out.
-    """
-    if limit is not None and grid.bases[0].solves_for_inputs:
-        limit = min(limit, FEW_POINTS)
-    limit = None if limit is None else -(-limit // data.processes.size)
-    rows: list[Tensor] = []
-    count = 0
-    members = [member(grid.bases, belief) for belief in grid.beliefs]
-    for one in () if data.processes.is_single_process else members:
-        one.prepare()  # not at the first batch: a process may have none
-    network, likelihood = grid.bases[0].problem.network, grid.bases[0].problem.likelihood
-    wide = [members[i] for i in {cell.belief for cell in grid.cells if cell.scale > 0}]
-    kept = Kept()
-    with torch.no_grad():
-        for batch in merge_batches(_limited(data, limit, network, likelihood), TOGETHER):
-            y = named_targets(network, likelihood, batch, data.name)
-            numbers = drawn_numbers(members, wide, likelihood, batch.inputs)
-            parts = _beliefs(members, batch.inputs, numbers, kept)
-            each = torch.cat([_cell_scores(grid, beliefs, y[part]) for part, beliefs in parts]).double()
-            counts = each.new_ones(len(y)) if batch.weights is None else batch.weights
-            each = torch.cat([each, counts.repeat_interleave(len(each) // len(y)).unsqueeze(1)], 1)
-            rows.append(each[~likelihood.ignored(y).reshape(len(each), -1).all(1)])
-            count += len(rows[-1])
-            del each
-    if not sum(data.processes.gather_numbers(count)):
-        raise DataError(f"{data.name}: every target is ignored; expected at least one that is not.")
-    scores = data.processes.gather_rows(torch.cat(rows)[:limit] if rows else None)
-    rows.clear()
-    assert scores is not None
-    if not all(map(math.isfinite, torch.aminmax(scores))):  # NaN if a score is; without a copy of the scores
-        raise DataError(
-            f"{data.name}: {int((~torch.isfinite(scores)).sum())} of {scores.numel()} log-likelihoods are not finite; "
-            "expected finite ones. Check the targets, and the network for overflow."
-        )
-    scores = scores.cpu()
-    return scores[:, :-1], scores[:, -1]
-
-
-def drawn_numbers(members: Sequence[Any], wide: Sequence[Any], likelihood: Likelihood, x: Inputs) -> list[range]:
-    """Return the numbers of the pairs of functions that score each member at x; none where variances do.
-
-    ``wide`` are the members of which draws are needed. All use the same numbers: what differs between them is not the
-    luck of their draws.
-    """
-    if not prefers_draws(wide, members[0].problem.network, likelihood, x):
-        return []
-    return [range(min(SCORED, each.n_stored() or SCORED)) if each in wide else range(0) for each in members]
-
-
-def _beliefs(
-    members: Sequence[Any], x: Inputs, numbers: Sequence[range], kept: Kept
-) -> Iterator[tuple[slice, Iterable[FunctionGaussian | FunctionSamples]]]:
-    """Yield rows of a batch, and the belief of every member about them: from functions if there are numbers."""
-    network = members[0].problem.network
-    if not numbers:
-        shape, count = network.for_inputs(x).output_shape, network.count(x)
-        covariance = torch.Size(shape).numel() * shape[-1] * torch.finfo(network.dtype).bits // 8
-        for rows in runs(count, 4 * (len(members) + 1) * covariance, network.device):
-            yield rows, beliefs_at(members, x if rows == slice(0, count) else network.take(x, rows))
-        return
-    for rows, part in pieces(network, x, max(map(len, numbers))):
-        yield rows, drawn_beliefs(members, part, numbers, kept)
-
-
-def _cell_scores(grid: CellGrid, beliefs: Iterable[FunctionGaussian | FunctionSamples], y: Tensor) -> Tensor:
-    """Return log p(y | x, cell) of every datum and cell, (n, cells), with one belief in memory at a time."""
-    likelihood = grid.bases[0].problem.likelihood
-    columns: dict[int, Tensor] = {}
-    for number, belief in enumerate(beliefs):
-        for i, cell in enumerate(grid.cells):
-            if cell.belief == number:
-                columns[i] = likelihood.known_log_prob(cell.predict(belief), y).flatten()
-    return torch.stack([columns[i] for i in range(len(grid.cells))], 1)
-
-
-def _limited(data: Data, limit: int | None, network: Network, likelihood: Likelihood) -> Iterator[Batch]:
-    """Yield batches until ``limit`` data have passed; a batch of tokens without the samples beyond, which are many."""
-    count = 0
-    for batch in data.batches("validation data" if limit is None else "training data", weighted=True):
-        if limit is not None and len(network.output_shape) == 2:
-            y = named_targets(network, likelihood, batch, data.name)
-            known = (~likelihood.ignored(y)).reshape(*y.shape[:2], -1).any(-1).sum(1).cumsum(0)
-            needed = int((known < limit - count).sum()) + 1
-            count += int(known[-1])
-            rows = slice(0, needed)
-            if needed < len(y):
-                inputs = network.take(batch.inputs, rows)
-                batch = Batch(inputs, batch.targets[rows], weights=batch.weights_of(rows))
-            yield batch
-        else:
-            count += batch.n_samples
-            yield batch
-        if limit is not None and count >= limit:
-            return
-
-
 def mixture_weights(log_prior: Tensor, scores: Tensor, counts: Tensor | None = None) -> Tensor:
     """Return the posterior probabilities of the cells after these data, (cells,), each counted so often, (n,)."""
     return (log_prior + (scores.sum(0) if counts is None else counts @ scores)).softmax(0)
-
-
-def mean_score(scores: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean of scores (n, ...) over the data, each counted so often, (n,)."""
-    return torch.tensordot(counts, scores, 1) / counts.sum()
 
 
 POINTS = 700  # training data that are looked at

@@ -333,6 +333,10 @@ class FunctionGaussian:
         deferred = Deferred(lambda: outputs.of(covariance.variance()), lambda: outputs.blocks(covariance.cov()))
         return FunctionGaussian(mean, deferred)
 
+    def rows(self, rows: Tensor | tuple[Tensor, ...]) -> FunctionGaussian:
+        """Return the belief about some of the data: inputs (n,), or inputs and tokens, (n,) each."""
+        return FunctionGaussian(self.mean[rows], self.cov[rows])
+
     def scaled(self, factor: float) -> FunctionGaussian:
         """Return the belief about ``factor`` times the outputs."""
         return self if factor == 1 else replace(self.widened(factor**2), mean=factor * self.mean)

@@ -15,9 +15,9 @@ from lapwing.networks.tangent import Tangent
 from lapwing.posteriors import base as posteriors
 from lapwing.posteriors.mixture import MixturePosterior, member
 from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
-from lapwing.tuners import mixing as cells
-from lapwing.tuners.held_out import held_out_scores, nll
-from lapwing.tuners.mixing import CellGrid, grid_of, log_scores
+from lapwing.tuners import held_out as cells
+from lapwing.tuners.held_out import CellGrid, held_out_scores, log_scores, nll
+from lapwing.tuners.mixing import grid_of
 from lapwing.values.functions import FunctionSamples
 from tests.references import dense
 from tests.tolerances import assert_close

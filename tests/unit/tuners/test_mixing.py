@@ -18,14 +18,13 @@ from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import GPrior
 from lapwing.tuners import held_out
-from lapwing.tuners.held_out import PRECISIONS, TEMPERATURES, held_out_scores, nll
+from lapwing.tuners.held_out import PRECISIONS, TEMPERATURES, held_out_scores, log_scores, nll
 from lapwing.tuners.mixing import (
     MOST,
     RARE,
     budget_weights,
     fitted_tails,
     grid_of,
-    log_scores,
     mixture_weights,
     thinned,
 )
@@ -245,8 +244,6 @@ KINDS = ("classification", "binary", "multilabel", "regression", "counts", "hete
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_prior_times_likelihood_of_the_validation_data(kind: str) -> None:
-    from lapwing.tuners.mixing import log_scores, mixture_weights
-
     net, training, validation = problem(kind)
     posterior = lw.fit(net, training, kind, prior=1.0).posterior
     grid = grid_of(posterior, (0.1, 1.0, 10.0), INTEGRATE_TEMPERATURES)
@@ -704,23 +701,6 @@ def test_cross_validation_is_brute_force(name: str, folds: int) -> None:
         f"over {len(scores)} folds"
     )
     assert (tuned.trace.tuner, tuned.trace.score) == ("CrossValidated", "mean held-out metric")
-
-
-def test_cross_validation_within_one_error() -> None:
-    """The largest precision whose mean is no further from the best than the best one's standard error."""
-    fitted, held = setting()
-    held = [(x, MLP.build()(x).detach() + 2 * y.sign()) for x, y in held]
-    plain = fitted.tuned(lw.tuners.CrossValidated(held, VALUES, folds=3))
-    wary = fitted.tuned(lw.tuners.CrossValidated(held, VALUES, folds=3, one_error=True))
-    each = torch.stack([-log_densities(fitted.with_prior(v), held) for v in VALUES], 1)
-    scores = torch.stack([each[k::3].mean(0) for k in range(3)])
-    means, errors = scores.mean(0), scores.std(0) / math.sqrt(3)
-    best = int(means.argmin())
-    allowed = [v for v, m in zip(VALUES, means, strict=True) if m <= means[best] + errors[best]]
-    assert float(wary.prior.values) == max(allowed)
-    assert float(plain.prior.values) < float(wary.prior.values) < VALUES[-1]
-    turned = fitted.tuned(lw.tuners.CrossValidated(held, VALUES[::-1], folds=3, one_error=True))
-    assert float(turned.prior.values) == max(allowed)  # in whatever order they are given
 
 
 def test_cross_validation_of_a_metric_of_ones_own() -> None:

@@ -35,7 +35,6 @@ NUMBERS: list[tuple[Any, str]] = [
 FLAGS: list[tuple[Any, str]] = [
     *[(make, "noise") for make in (TUNERS.Ascend, TUNERS.FixedPoint, TUNERS.MaximiseBound, TUNERS.MaximiseEvidence)],
     (TUNERS.SampleEM, "noise"),
-    (lambda **settings: TUNERS.CrossValidated(DATA, **settings), "one_error"),
 ]
 
 
