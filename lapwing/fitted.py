@@ -23,7 +23,8 @@ from lapwing.networks.forward import outside_autocast, outside_inference, refuse
 from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import SAMPLES_RULE, SUM, EffectiveParameters, Posterior, effective_parameters
-from lapwing.predictives.joined import Images, joined, joined_beliefs, joined_processes
+from lapwing.predictives.base import Predictive
+from lapwing.predictives.views import as_images, concat_batches, concat_beliefs, concat_processes
 from lapwing.priors.base import BoundPrior, Prior
 from lapwing.registry import prior_given
 from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, integer, usable_device
@@ -199,16 +200,14 @@ class Fitted:
         SAMPLES_RULE.check("samples", samples)
         processes, x = Processes.of(process_group), as_tensors(x, self.network.arithmetic)
         batches, home = self._batches(x, target_key, progress, device, processes)
-        images = Images()
         if batches is None:
-            return images.predictive(self._predictive(x, samples, images))
-        each = (self._predictive(batch, samples, images) for batch in batches)
+            return self._predictive(x, samples)
+        each = (self._predictive(batch, samples) for batch in batches)
         if processes.group is None:
-            return images.predictive(joined(each, home))
+            return concat_batches(each, home)
         first = next(each, None)
-        own = None if first is None else joined(chain([first], each), torch.device("cpu"))
-        images.over(processes.gather_values(images.form))
-        return images.predictive(joined_processes(own, processes, home))
+        own = None if first is None else concat_batches(chain([first], each), torch.device("cpu"))
+        return concat_processes(own, processes, home)
 
     @outside_autocast
     def functions(
@@ -261,20 +260,17 @@ class Fitted:
         x = as_tensors(x, self.network.arithmetic)
         chosen = ChosenOutputs.given(outputs, tokens, self.network.output_shape, self.network.device, image_dims)
         batches, home = self._batches(x, target_key, progress, device)
-        images = Images()
         if not isinstance(batches, InputStream):
-            belief = self._belief(x, joint, chosen, images)
+            belief = self._belief(x, joint, chosen)
             if joint:
-                belief = replace(belief, mean=belief.mean.to(home), covariance=belief.cov.to(home))
-            elif batches is not None:
-                belief = joined_beliefs([belief], home)
-            return images.belief(belief)
+                return replace(belief, mean=belief.mean.to(home), covariance=belief.cov.to(home))
+            return belief if batches is None else concat_beliefs([belief], home)
         if joint or (chosen is not None and chosen.differ):
             raise UnsupportedError(
                 "joint=True, or outputs for each input, and a loader were given; expected one batch of inputs for "
                 "these. Ask for the batches one by one, or choose the same outputs for all."
             )
-        return images.belief(joined_beliefs((self._belief(batch, False, chosen, images) for batch in batches), home))
+        return concat_beliefs((self._belief(batch, False, chosen) for batch in batches), home)
 
     @outside_autocast
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -299,11 +295,9 @@ class Fitted:
         """
         integer().check("n", n)
         self.base.require(Posterior.function_samples, "function samples", self.method)
-        x, images = self._checked(x, slopes=True), Images()
-        images.add(self.network.image_form(x))
+        x = self._checked(x, slopes=True)
         (samples,) = isolated(lambda x: [self.posterior.function_samples(x, n, generator)], x)
-        check_finite(samples[0], "outputs of the network")
-        return images.outputs(samples)
+        return self._as_images(samples, x)
 
     @outside_autocast
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -348,13 +342,11 @@ class Fitted:
         >>> posterior.network_samples(x, 8, torch.Generator().manual_seed(0)).shape
         torch.Size([8, 40, 1])
         """
-        x, network, images = self._checked(x), self.network, Images()
-        images.add(network.image_form(x))
+        x, network = self._checked(x), self.network
         steps = self.weight_samples(n, generator) - network.theta()
         with torch.no_grad():
             samples = torch.stack([network.at(step, x) for step in steps]).to(network.dtype)
-        check_finite(samples[0], "outputs of the network")
-        return images.outputs(samples)
+        return self._as_images(samples, x)
 
     @outside_autocast
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
@@ -1034,23 +1026,27 @@ class Fitted:
         batches = batches if progress is None else replace(batches, progress=shows_progress(progress))
         return NetworkDesign.build(network, self.likelihood, batches, curvature=curvature)
 
-    def _belief(self, x: Inputs, joint: bool, chosen: ChosenOutputs | None, images: Images) -> FunctionGaussian:
-        """Return the belief about all or some outputs of one batch; of images about their pixels."""
+    def _belief(self, x: Inputs, joint: bool, chosen: ChosenOutputs | None) -> FunctionGaussian:
+        """Return the belief about all or some outputs of one batch."""
         x = self._checked(x, slopes=True)
-        if chosen is None or chosen.tokens is None:  # some pixels of an image are no image
-            images.add(self.network.image_form(x))
         if chosen is not None:
             chosen.refuse_other(self.network.count(x))
         at = lambda x: self.posterior(x, joint) if chosen is None else self.posterior.chosen(x, chosen, joint)
         (belief,) = differentiable_beliefs(lambda x: [at(x)], x)
         check_finite(belief.mean, "outputs of the network")
-        return belief
+        form = self.network.image_form(x) if chosen is None or chosen.tokens is None else None
+        return belief if form is None else form.belief(belief)  # some pixels of an image are not an image
 
-    def _predictive(self, x: Inputs, samples: int | None, images: Images) -> Any:
-        """Return the predictive of one batch; of images that of their pixels."""
+    def _predictive(self, x: Inputs, samples: int | None) -> Predictive:
+        """Return the predictive of one batch."""
         x = self._checked(x, slopes=True)
-        images.add(self.network.image_form(x))
-        return self.posterior.predict(x, samples)
+        return as_images(self.posterior.predict(x, samples), self.network.image_form(x))
+
+    def _as_images(self, samples: Tensor, x: Inputs) -> Tensor:
+        """Return sampled outputs of pixels at x in the form of images; as they are without images."""
+        check_finite(samples[0], "outputs of the network")
+        form = self.network.image_form(x)
+        return samples if form is None else form.outputs(samples)
 
     def _batches(
         self,

@@ -22,7 +22,7 @@ from lapwing.data.streams import InputStream, has_places, is_loader
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.metrics import ScoreInterval
 from lapwing.networks.network import Network
-from lapwing.predictives.base import Scoring
+from lapwing.predictives.scores import Scoring
 from lapwing.problem import named_targets
 from lapwing.runtime.files import write_atomically
 from lapwing.runtime.settings import DATA, PATH, Rule, seen
@@ -107,7 +107,7 @@ class RowGroups:
 
 def grouped_rows(
     posterior: Any, data: Iterable[Any], number: Callable[[Any, Labelled, Numbers], Tensor], groups: Any, **keys: Any
-) -> tuple[Tensor, Tensor | None, Scoring]:
+) -> tuple[Tensor, Tensor | None, Scoring[Any]]:
     """Return ``number(predictive, batch, groups)`` of all rows whose target counts, and the groups of these rows.
 
     ``keys`` are those of ``rows_of``, which this extends.
@@ -215,7 +215,7 @@ def rows_of(
     target_key: str | None = None,
     progress: bool | None = None,
     calibrates: bool = True,
-) -> tuple[Tensor, Scoring]:
+) -> tuple[Tensor, Scoring[Any]]:
     """Return ``number(predictive, batch)`` of all batches, joined along the rows, on the CPU, and the kind of targets.
 
     One pass. Inputs whose target is ignored are left out. Data that calibrate must not all have been used before.

@@ -26,7 +26,7 @@ from lapwing.decisions.collecting import (
 from lapwing.errors import DataError
 from lapwing.metrics import Calibration, RiskCoverage, ScoreInterval, calibration, risk_coverage
 from lapwing.posteriors.members import PointPosterior
-from lapwing.predictives.base import LEVELS, ClassSums, Numbers, Score, Scoring
+from lapwing.predictives.scores import LEVELS, ClassSums, Numbers, Score, Scoring
 from lapwing.runtime.memory import fitting
 from lapwing.runtime.settings import GENERATOR, PROBABILITY, integer
 from lapwing.runtime.threads import independent_generator, warn_caller
@@ -96,7 +96,7 @@ class ClassTotals:
 class Scored:
     """The numbers of all data under one posterior, and how long its predictions took."""
 
-    scoring: Scoring
+    scoring: Scoring[Any]
     data: Numbers
     seconds: float
     classes: ClassTotals | None = None  # of labels
@@ -137,7 +137,7 @@ class _EvaluationRows:
         self._values: list[Tensor] = []
         self._owners: list[Tensor] = []
         self._inputs, self._seconds = 0, 0.0
-        self._scoring: Scoring | None = None
+        self._scoring: Scoring[Any] | None = None
         self._classes: ClassTotals | None = None
         self._gaps: list[Tensor] = []
         self._data: list[Tensor] = []

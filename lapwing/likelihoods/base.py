@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, ModelError, UnsupportedError
-from lapwing.predictives.joined import by_pixels
+from lapwing.predictives.views import by_pixels
 from lapwing.runtime.state import Either, Flag, Later, ListOf, Real, State, state_of, values_from
 from lapwing.values.functions import FunctionSamples
 from lapwing.values.gaussian import FunctionGaussian
@@ -34,7 +34,7 @@ class Likelihood(Protocol):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "predict" in vars(cls):  # here, so that no class can forget it
-            cls.predict = by_pixels(cls.predict)  # type: ignore[method-assign]
+            cls.predict = by_pixels(cls.predict)  # type: ignore[assignment, method-assign]
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the targets in the shape and dtype that the other methods take; raise if they do not fit ``f``."""

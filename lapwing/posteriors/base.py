@@ -363,8 +363,8 @@ def drawn_predictive(
     first = next(parts)
     predictive = predict(first)
     if not isinstance(predictive, SoftmaxSamples):
-        return predict([FunctionSamples.joined(each) for each in zip(first, *parts, strict=True)])
-    return AveragedClasses.joined([predictive.averaged, *(predict(beliefs).averaged for beliefs in parts)])
+        return predict([FunctionSamples.concat(each) for each in zip(first, *parts, strict=True)])
+    return AveragedClasses.concat([predictive.averaged, *(predict(beliefs).averaged for beliefs in parts)])
 
 
 def _by_parts(

@@ -18,7 +18,6 @@ from lapwing.networks.functionals import Functional
 from lapwing.networks.passes import outputs_along
 from lapwing.posteriors.base import SUM, Posterior, drawn_predictive, numbers_of
 from lapwing.posteriors.weight_space import beliefs_at, remarked
-from lapwing.predictives.base import Mixable
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.state import (
     ROUNDING,
@@ -259,7 +258,7 @@ class MixturePosterior(Posterior):
     def _averaged(self, beliefs: Sequence[FunctionGaussian] | Sequence[FunctionSamples]) -> Any:
         """Return the average of the predictives of all cells, given the belief of each posterior."""
         components = tuple(cell.predict(beliefs[cell.belief]) for cell in self.cells)
-        if not isinstance(components[0], Mixable):
+        if not hasattr(components[0], "mixed"):
             raise UnsupportedError(
                 f"{type(components[0]).__name__} has no mixed(components, weights), which a mixture of predictives "
                 "needs. Add it, or give fit() a prior or a tuner such as lw.tuners.MaximiseEvidence()."

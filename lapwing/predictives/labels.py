@@ -336,8 +336,8 @@ class AveragedClasses(ClassPredictive):
         return self.probs
 
     @staticmethod
-    def joined(parts: Sequence[AveragedClasses]) -> AveragedClasses:
-        """Return the predictive of all data, from those of some data each, in order."""
+    def concat(parts: Sequence[AveragedClasses]) -> AveragedClasses:
+        """Return the predictive of all data, from those of consecutive data."""
         if len(parts) == 1:
             return parts[0]
         errors = [part.error for part in parts if part.error is not None]

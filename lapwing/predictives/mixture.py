@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from lapwing.predictives.base import (
     LabelPredictive,
     MultilabelPredictive,
     NumberPredictive,
-    NumberScoring,
     Predictive,
     cdf,
     checked_numbers,
@@ -24,39 +23,50 @@ from lapwing.predictives.base import (
     quantile,
     whole_quantile,
 )
+from lapwing.predictives.scores import NumberScoring
 from lapwing.runtime.memory import gathered, runs
 from lapwing.runtime.settings import integer
 from lapwing.runtime.threads import uniform
+
+P = TypeVar("P", bound=Predictive)
+Q = TypeVar("Q", bound=LabelPredictive)
+R = TypeVar("R", bound=NumberPredictive)
 
 REACH = 14.0  # sinh(14) standard deviations on either side of the mean: nothing is beyond, for Student tails either
 NODES = 512  # of the entropy's integral
 DRAWS = 2048  # for the entropy of several outputs
 
 
-class Mixture(Predictive, Protocol):
-    """An average of predictives, all of the same inputs."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Mixture(Predictive, Generic[P]):
+    """An average of predictives of the same inputs.
 
-    components: tuple[Any, ...]
-    weights: Tensor  # (K,), which sum to one
+    Args:
+        components: The predictives.
+        weights: Their weights (K,), which sum to one.
+    """
 
-    def each(self, part: Callable[[Any], Tensor]) -> Tensor:
+    components: tuple[P, ...]
+    weights: Tensor
+
+    def each(self, part: Callable[[P], Tensor]) -> Tensor:
         """Return a part of every component, (K, ...)."""
         return torch.cat(self._values(part))
 
-    def _values(self, part: Callable[[Any], Tensor]) -> list[Tensor]:
+    def _values(self, part: Callable[[P], Tensor]) -> list[Tensor]:
         """Return a part of the components, (k, B, ...) each: K leading entries together."""
         return [part(component).unsqueeze(0) for component in self.components]
 
-    def average(self, part: Callable[[Any], Tensor]) -> Tensor:
+    def average(self, part: Callable[[P], Tensor]) -> Tensor:
         """Return Σ w_k v_k of a part v of the components."""
         return self._over_inputs(part, lambda v: (self.weights.to(v).reshape(-1, *[1] * (v.ndim - 1)) * v).sum(0))
 
-    def log_average(self, part: Callable[[Any], Tensor]) -> Tensor:
+    def log_average(self, part: Callable[[P], Tensor]) -> Tensor:
         """Return log Σ w_k exp(v_k) of a part v of the components."""
         weights = lambda v: self.weights.log().to(v).reshape(-1, *[1] * (v.ndim - 1))
         return self._over_inputs(part, lambda v: torch.logsumexp(v + weights(v), 0))
 
-    def _over_inputs(self, part: Callable[[Any], Tensor], summed: Callable[[Tensor], Tensor]) -> Tensor:
+    def _over_inputs(self, part: Callable[[P], Tensor], summed: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a sum over the components (K, B, ...), for as many inputs at a time as fit the byte budget."""
         values = self._values(part)
         first, each = values[0], 3 * len(self.weights) * values[0].element_size()
@@ -82,7 +92,7 @@ class Mixture(Predictive, Protocol):
         return out
 
 
-class LabelMixture(Mixture, LabelPredictive, Protocol):
+class LabelMixture(Mixture[Q], LabelPredictive):
     """An average of predictives of labels."""
 
     @cached_property
@@ -94,8 +104,7 @@ class LabelMixture(Mixture, LabelPredictive, Protocol):
         return self.average(lambda component: component.aleatoric)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class ClassMixture(ClassPredictive, LabelMixture):
+class ClassMixture(ClassPredictive, LabelMixture[ClassPredictive]):
     """A mixture of predictives of a class.
 
     Args:
@@ -104,10 +113,7 @@ class ClassMixture(ClassPredictive, LabelMixture):
         weights: Their weights (K,), which sum to one.
     """
 
-    components: tuple[Any, ...]
-    weights: Tensor
-
-    def _values(self, part: Callable[[Any], Tensor]) -> list[Tensor]:
+    def _values(self, part: Callable[[ClassPredictive], Tensor]) -> list[Tensor]:
         return [part(component) for component in self.components]
 
     @cached_property
@@ -115,19 +121,11 @@ class ClassMixture(ClassPredictive, LabelMixture):
         return self.log_average(lambda component: component.log_probs)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class BinaryMixture(LabelMixture, MultilabelPredictive):
+class BinaryMixture(LabelMixture[MultilabelPredictive], MultilabelPredictive):
     """A mixture of predictives of one binary label or many.
 
     The labels of one input depend on each other through the mixture: ``log_prob`` mixes their joint probabilities.
-
-    Args:
-        components: ``BinaryPredictive`` objects.
-        weights: Their weights (K,), which sum to one.
     """
-
-    components: tuple[Any, ...]
-    weights: Tensor
 
     @cached_property
     def probs(self) -> Tensor:
@@ -137,7 +135,7 @@ class BinaryMixture(LabelMixture, MultilabelPredictive):
         return self.log_average(lambda component: component.known_log_prob(y, known))
 
 
-class NumberMixture(Mixture, NumberPredictive, Protocol):
+class NumberMixture(Mixture[R], NumberPredictive):
     """An average of predictives of numbers."""
 
     @property
@@ -161,17 +159,8 @@ class NumberMixture(Mixture, NumberPredictive, Protocol):
         return self.average(lambda component: component.known_entropy)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class DensityMixture(NumberMixture):
-    """A mixture of densities: of ``NormalPredictive`` and ``StudentPredictive`` objects.
-
-    Args:
-        components: The predictives.
-        weights: Their weights (K,), which sum to one.
-    """
-
-    components: tuple[Any, ...]
-    weights: Tensor
+class DensityMixture(NumberMixture[Any]):
+    """A mixture of densities: of ``NormalPredictive`` and ``StudentPredictive`` objects."""
 
     @cached_property
     def _families(self) -> list[tuple[float, Tensor, Tensor, Tensor]]:
@@ -217,17 +206,8 @@ class DensityMixture(NumberMixture):
         return (total * self.std.squeeze(-1).double()).to(self.mean)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class CountMixture(NumberMixture):
-    """A mixture of predictives of counts.
-
-    Args:
-        components: ``CountPredictive`` objects.
-        weights: Their weights (K,), which sum to one.
-    """
-
-    components: tuple[Any, ...]
-    weights: Tensor
+class CountMixture(NumberMixture[Any]):
+    """A mixture of ``CountPredictive`` objects."""
 
     def cdf(self, y: Tensor | float) -> Tensor:
         return self.average(lambda component: component.cdf(y))

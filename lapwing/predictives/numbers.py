@@ -21,8 +21,9 @@ from torch.distributions import (
 )
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.predictives.base import NumberPredictive, NumberScoring, cdf, checked_numbers, quantile, whole_quantile
+from lapwing.predictives.base import NumberPredictive, cdf, checked_numbers, quantile, whole_quantile
 from lapwing.predictives.mixture import CountMixture, DensityMixture
+from lapwing.predictives.scores import NumberScoring
 from lapwing.runtime.settings import PROBABILITY, integer
 from lapwing.runtime.threads import normal, poisson
 from lapwing.values.gaussian import FunctionGaussian, by_inputs, normal_nodes

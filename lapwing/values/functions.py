@@ -83,8 +83,8 @@ class FunctionSamples:
         return replace(self, mean=self.mean[index], steps=self.steps[inner], spreads=self.spreads[inner])
 
     @staticmethod
-    def joined(parts: Sequence[FunctionSamples]) -> FunctionSamples:
-        """Return the belief about all data, from those about some data each, in order."""
+    def concat(parts: Sequence[FunctionSamples]) -> FunctionSamples:
+        """Return the belief about all data, from those about consecutive data."""
         mean, steps = torch.cat([part.mean for part in parts]), torch.cat([part.steps for part in parts], 1)
         return replace(parts[0], mean=mean, steps=steps, spreads=torch.cat([part.spreads for part in parts], 1))
 

@@ -280,6 +280,11 @@ class FunctionGaussian:
         return cls(torch.stack([belief.mean for belief in beliefs]), deferred)
 
     @property
+    def form(self) -> ImageForm | None:
+        """The height and width of images; None for other outputs."""
+        return None if self.outputs_dim == -1 else ImageForm(tuple(self.mean.shape[2:]))
+
+    @property
     def _cov_shape(self) -> tuple[int, ...]:
         last = self._outputs_last(self.mean).shape
         return (*self.mean.shape, *self.mean.shape) if self.joint else (*last, last[-1])

@@ -96,5 +96,5 @@ def test_results_as_arrays_and_in_a_line(single: lw.Fitted) -> None:
     np.testing.assert_array_equal(single.functions(x).numpy()["std"], single.functions(x).std.numpy())
     assert repr(numbers) == "<NormalPredictive: mean, std (5, 1)>"
     assert repr(probs) == "<SoftmaxPredictive: probs (4, 3)>"
-    assert repr(single.predict([x, x])) == "<JoinedNumbers: mean, std (10, 1)>"
+    assert repr(single.predict([x, x])) == "<NumberView: mean, std (10, 1)>"
     assert repr(single.functions(x, joint=True)) == "<FunctionGaussian: mean (5, 1), joint>"

@@ -169,7 +169,7 @@ def test_predictions_do_not_depend_on_batches_memory_or_the_call(mixed: bool, mo
     posterior = mixture(posterior) if mixed else posterior
     whole = posterior.predict(x)
     assert torch.equal(posterior.predict(x).log_probs, whole.log_probs)
-    parts = AveragedClasses.joined([posterior.predict(part) for part in x.split(4)])
+    parts = AveragedClasses.concat([posterior.predict(part) for part in x.split(4)])
     assert_close(parts.log_probs, whole.log_probs)
     size = 8 * posterior.network.selection.size
     monkeypatch.setattr(posteriors, "temporary", lambda device: 3 * size)  # three draws, and some inputs

@@ -11,8 +11,8 @@ import lapwing as lw
 from lapwing.errors import DataError
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
-from lapwing.predictives.joined import ImageClasses, ImageLabels, ImageNumbers, Images
 from lapwing.predictives.numbers import NormalPredictive
+from lapwing.predictives.views import ClassView, LabelView, NumberView, as_images, same_form
 from lapwing.values.functions import FunctionSamples
 from lapwing.values.gaussian import Deferred, FunctionGaussian, ImageForm
 from tests.tolerances import assert_close
@@ -23,22 +23,19 @@ BELIEF = FunctionGaussian(MEAN, 0.5 * torch.eye(3).double().expand(6, 10, 3, 3))
 
 
 def test_the_contract_of_the_pixels_is_that_of_the_images() -> None:
-    images = Images()
     flat = Categorical().predict(BELIEF)
-    assert images.predictive(flat) is flat
-    images.add(FORM)
-    images.add(None)
-    assert isinstance(images.predictive(flat), ImageClasses)
-    assert isinstance(images.predictive(Bernoulli().predict(BELIEF)), ImageLabels)
-    assert isinstance(images.predictive(NormalPredictive(BELIEF, torch.ones_like(MEAN))), ImageNumbers)
-    assert torch.equal(images.outputs(MEAN), FORM.outputs(MEAN))
+    assert as_images(flat, None) is flat
+    assert isinstance(as_images(flat, FORM), ClassView)
+    assert isinstance(as_images(Bernoulli().predict(BELIEF), FORM), LabelView)
+    assert isinstance(as_images(NormalPredictive(BELIEF, torch.ones_like(MEAN)), FORM), NumberView)
+    assert same_form([None, FORM, None]) is FORM
     with pytest.raises(DataError, match="images of 2 x 5 and of 5 x 2 in two batches"):
-        images.over([None, ImageForm((5, 2))])
+        same_form([FORM, None, ImageForm((5, 2))])
 
 
 def test_labels_of_every_channel() -> None:
     flat = Bernoulli().predict(BELIEF)
-    predictive = ImageLabels(flat, FORM)
+    predictive = as_images(flat, FORM)
     y = (MEAN > 0).double()
     assert_close(predictive.log_prob(FORM.outputs(y)), FORM.labels(flat.log_prob(y)))
     assert_close(predictive.mean, FORM.outputs(flat.probs))
@@ -56,7 +53,7 @@ def test_labels_of_every_channel() -> None:
 def test_standard_errors_of_drawn_functions() -> None:
     steps = torch.randn(8, 6, 10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     flat = Categorical().predict_samples(FunctionSamples.of(MEAN, steps))
-    predictive = ImageClasses(flat, FORM)
+    predictive = as_images(flat, FORM)
     assert_close(predictive.standard_error, FORM.outputs(flat.standard_error))
     assert bool((predictive.standard_error > 0).all())
     assert_close(predictive.aleatoric, FORM.labels(flat.aleatoric))
@@ -101,7 +98,7 @@ def assert_same(images: Any, flat: Any, form: ImageForm) -> None:
 def test_a_likelihood_takes_a_belief_about_images(name: str, sizes: tuple[int, ...]) -> None:
     likelihood, form = LIKELIHOODS[name], ImageForm(sizes)
     images = likelihood.predict(form.belief(CORRELATED))
-    assert isinstance(images, (ImageClasses, ImageLabels, ImageNumbers))
+    assert isinstance(images, (ClassView, LabelView, NumberView))
     assert_same(images, likelihood.predict(CORRELATED), form)
 
 

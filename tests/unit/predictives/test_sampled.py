@@ -104,7 +104,7 @@ def test_joined_parts_are_the_whole() -> None:
     b = belief(6)
     whole = SoftmaxSamples((b,)).averaged
     parts = [SoftmaxSamples((b.rows(rows),)).averaged for rows in torch.arange(B).split(3)]
-    again = AveragedClasses.joined(parts)
+    again = AveragedClasses.concat(parts)
     for name in ("log_probs", "aleatoric", "standard_error"):
         assert_close(getattr(again, name), getattr(whole, name))
 
@@ -114,7 +114,7 @@ def test_a_single_draw_has_no_standard_error() -> None:
     assert_close(predictive.probs.sum(-1), torch.ones(B, dtype=D))
     with pytest.raises(lw.errors.UnsupportedError, match="has a single draw; ask for more"):
         _ = predictive.standard_error
-    both = AveragedClasses.joined([predictive, predictive])
+    both = AveragedClasses.concat([predictive, predictive])
     with pytest.raises(lw.errors.UnsupportedError, match="single draw"):
         _ = both.standard_error
 

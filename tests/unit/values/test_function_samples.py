@@ -46,7 +46,7 @@ def test_without_width_there_are_no_draws() -> None:
 def test_rows_and_joined_undo_each_other() -> None:
     b = belief(tokens=True)
     parts = [b.rows(torch.tensor([0])), b.rows(torch.tensor([1, 2]))]
-    whole = FunctionSamples.joined(parts)
+    whole = FunctionSamples.concat(parts)
     for one, other in ((whole.mean, b.mean), (whole.steps, b.steps), (whole.spreads, b.spreads)):
         assert torch.equal(one, other)
     tokens = b.rows((torch.tensor([0, 2]), torch.tensor([1, 1])))

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-import lapwing.predictives.joined as module
+import lapwing.predictives.views as module
 from lapwing.networks.jacobians import Footprint
-from lapwing.predictives.joined import joined, joined_beliefs, joined_rows
 from lapwing.predictives.numbers import NormalPredictive
+from lapwing.predictives.views import concat_batches, concat_beliefs, concat_rows
 from lapwing.values.gaussian import FunctionGaussian
 from tests.tolerances import SOLVED, assert_close, assert_near
 
@@ -161,7 +161,7 @@ def test_the_answer_is_where_it_is_asked_for() -> None:
 def test_kept_numbers_do_not_change_with_their_batch() -> None:
     """They are copies: a model may reuse the memory of its outputs."""
     mean = torch.zeros(3, 1)
-    whole = joined([NormalPredictive(FunctionGaussian(mean, torch.ones(3, 1, 1)), torch.ones(3, 1))] * 2, CPU)
+    whole = concat_batches([NormalPredictive(FunctionGaussian(mean, torch.ones(3, 1, 1)), torch.ones(3, 1))] * 2, CPU)
     mean += 1
     assert torch.equal(whole.mean, torch.zeros(6, 1))
 
@@ -169,12 +169,12 @@ def test_kept_numbers_do_not_change_with_their_batch() -> None:
 def test_rows_of_several_shapes_are_refused() -> None:
     """Text of several lengths has no one predictive."""
     with pytest.raises(lw.errors.DataError, match=r"outputs of shapes \(2, 3, 4\) and \(2, 5, 4\) in two batches"):
-        joined_rows([torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)])
+        concat_rows([torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)])
     one, two = (FunctionGaussian(torch.zeros(2, t, 2), torch.eye(2).expand(2, t, 2, 2)) for t in (3, 5))
     with pytest.raises(lw.errors.DataError, match="Predict the batches one by one"):
-        joined_beliefs([one, two], CPU)
+        concat_beliefs([one, two], CPU)
 
 
 def test_a_predictive_of_no_known_kind_is_refused() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match="str has neither log_probs, probs nor quantile"):
-        joined(["text"], CPU)
+        concat_batches(["text"], CPU)
