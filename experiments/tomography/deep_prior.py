@@ -16,7 +16,17 @@ from torch.func import functional_call, stack_module_state, vmap
 from experiments.tomography.total_variation import total_variation
 from experiments.tomography.unet import UNet, dropout_masks
 from lapwing.errors import DataError, NumericalError, UnsupportedError
-from lapwing.runtime.settings import GENERATOR, NOT_NEGATIVE, POSITIVE, Rule, integer, require, seen
+from lapwing.runtime.settings import (
+    GENERATOR,
+    NOT_NEGATIVE,
+    POSITIVE,
+    HasSettings,
+    Rule,
+    integer,
+    required,
+    seen,
+    setting,
+)
 from lapwing.runtime.threads import ProgressBar
 
 SHOWN_EVERY = 100  # steps between two numbers beside the progress bar, each of which waits for the device
@@ -38,7 +48,7 @@ class Operator(Protocol):
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(HasSettings):
     """Settings of the training: mean squared error of the measurements plus γ times the total variation, by Adam.
 
     Args:
@@ -52,13 +62,10 @@ class Training:
         DataError: A weight of the total variation is negative or not finite.
     """
 
-    weight_of_tv: float | tuple[float, ...]
-    steps: int
-    rate: float = 1e-4
-    clip: float = 1.0
-
-    def __post_init__(self) -> None:
-        require(self, weight_of_tv=NOT_NEGATIVE, steps=integer(), rate=POSITIVE, clip=POSITIVE)
+    weight_of_tv: float | tuple[float, ...] = required(NOT_NEGATIVE)
+    steps: int = required(integer())
+    rate: float = setting(1e-4, POSITIVE)
+    clip: float = setting(1.0, POSITIVE)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.runtime.settings import NONE, POSITIVE, Rule, integer, is_integer, is_real, require
+from lapwing.runtime.settings import NONE, POSITIVE, HasSettings, Rule, integer, is_integer, is_real, required, setting
 
 ANGLES = Rule(
     "the number of angles, an integer of at least 1, or a tuple of angles in radians, at least one and all finite",
@@ -70,7 +70,7 @@ class Geometry(Protocol):
 
 
 @dataclass(frozen=True)
-class ParallelBeam:
+class ParallelBeam(HasSettings):
     """Parallel rays at each angle, on a detector that covers the diagonal of the image.
 
     Args:
@@ -82,15 +82,12 @@ class ParallelBeam:
     (10, 41)
     """
 
-    size: int = 28
-    angles: int | tuple[float, ...] = 10
-    bins: int | None = None
+    size: int = setting(28, integer())
+    angles: int | tuple[float, ...] = setting(10, ANGLES)
+    bins: int | None = setting(None, integer() | NONE)
     period: ClassVar[float] = math.pi
     source_distance: ClassVar[float] = math.inf
     magnification: ClassVar[float] = 1.0
-
-    def __post_init__(self) -> None:
-        require(self, size=integer(), angles=ANGLES, bins=integer() | NONE)
 
     @property
     def radians(self) -> tuple[float, ...]:
@@ -115,7 +112,7 @@ class ParallelBeam:
 
 
 @dataclass(frozen=True)
-class FanBeam:
+class FanBeam(HasSettings):
     """Rays from a point source to a flat detector, which turn around the image together. Distances are in pixels.
 
     Args:
@@ -130,24 +127,16 @@ class FanBeam:
     (60, 128)
     """
 
-    size: int
-    angles: int | tuple[float, ...]
-    bins: int
-    source_distance: float
-    detector_distance: float
-    detector_width: float | None = None
+    size: int = required(integer())
+    angles: int | tuple[float, ...] = required(ANGLES)
+    bins: int = required(integer())
+    source_distance: float = required(POSITIVE)
+    detector_distance: float = required(POSITIVE)
+    detector_width: float | None = setting(None, POSITIVE | NONE)
     period: ClassVar[float] = 2 * math.pi
 
     def __post_init__(self) -> None:
-        require(
-            self,
-            size=integer(),
-            angles=ANGLES,
-            bins=integer(),
-            source_distance=POSITIVE,
-            detector_distance=POSITIVE,
-            detector_width=POSITIVE | NONE,
-        )
+        super().__post_init__()
         for name in ("source_distance", "detector_distance"):
             if getattr(self, name) <= self._radius:
                 raise DataError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.runtime.settings import POSITIVE, TENSOR, integer, require, seen
+from lapwing.runtime.settings import POSITIVE, TENSOR, HasSettings, integer, required, seen
 
 JITTER = 1e-6  # relative variance on the diagonal of a filter's covariance
 
@@ -122,7 +122,7 @@ class HasLengthScales(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class TVPredCP:
+class TVPredCP(HasSettings):
     r"""Log density over the length-scales of a prior, from the total variation of the images that it expects.
 
     $$ \log p = \sum_b \left[-\lambda\kappa_b + \log|\partial\kappa_b / \partial\log\ell_b|\right] $$
@@ -150,13 +150,13 @@ class TVPredCP:
     -6.1117
     """
 
-    scale: float
-    edge_means: Tensor
-    class_variances: Tensor
-    class_blocks: Tensor
+    scale: float = required(POSITIVE)
+    edge_means: Tensor = required(TENSOR)
+    class_variances: Tensor = required(TENSOR)
+    class_blocks: Tensor = required(TENSOR)
 
     def __post_init__(self) -> None:
-        require(self, scale=POSITIVE, edge_means=TENSOR, class_variances=TENSOR, class_blocks=TENSOR)
+        super().__post_init__()
         classes = len(self.class_variances) if self.class_variances.ndim else 0
         if self.class_variances.shape != (classes, *self.edge_means.shape) or self.edge_means.ndim != 1:
             raise DataError(

@@ -440,7 +440,7 @@ def _plain(value: Any) -> Any:
         return value
     if is_integer(value):
         return int(value)
-    plain = torch.as_tensor(value, dtype=torch.float64).tolist()
+    plain: float | list[float] = torch.as_tensor(value, dtype=torch.float64).tolist()
     return None if plain == math.inf else plain
 
 
