@@ -34,7 +34,6 @@ from benchmarks.spine import cpu_name
 from lapwing.check import CheckReport
 from lapwing.data.batches import Data
 from lapwing.errors import LapwingError
-from lapwing.methods.base import HasTrial
 from lapwing.methods.cost import Workload
 from lapwing.registry import METHODS
 from lapwing.runtime.state import State
@@ -132,7 +131,7 @@ class Bench:
             figures["stored MB"] = sum(t.nbytes for t in _tensors(found[-1].state())) / 2**20
         found.clear()
         # The peak does not depend on the number of steps.
-        quick = (method.trial(workload) if isinstance(method, HasTrial) else None) or method
+        quick = method.trial(workload) or method
         most = peak(lambda: lapwing.trials.used(quick.fit(problem, data, None).predict(self.x)), self.device)
         return {**figures, "peak MB": most / 2**20}
 

@@ -21,7 +21,7 @@ from lapwing.data.samples import Weighted
 from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.base import Likelihood, spread
-from lapwing.methods.base import Method, NeedsPrior, OverNetworks, SelectsWeights, StopsEarly, refuse_processes
+from lapwing.methods.base import Method, OverNetworks, refuse_processes
 from lapwing.methods.cost import workload_of
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.full import Full
@@ -352,7 +352,7 @@ def fit(
     batches = Data(data, device, target_key, shown, processes=processes, dtype=dtype, keep_sketch=True)
     before = structure_of(unwrapped(model))
     held_out = None if validation is None else batches.with_source(validation, "validation")
-    if weights is None and isinstance(chosen, SelectsWeights):
+    if weights is None and isinstance(chosen, Method):
         weights = chosen.weights
     problem = problem_of(model, batches, likelihood, weights, prior, path_of(output))
     batches = problem.network.arranging(batches)
@@ -364,9 +364,9 @@ def fit(
         held_out.peek()
         for batch in held_out.batches("checking validation data", weighted=True):
             named_targets(problem.network, problem.likelihood, batch, held_out.name)
-        chosen = chosen.stopped_by(held_out) if isinstance(chosen, StopsEarly) else chosen
+        chosen = chosen.stopped_by(held_out)
     given = tuner
-    if isinstance(chosen, NeedsPrior) and chosen.needs_prior:
+    if chosen.needs_prior:
         after = tuner if isinstance(tuner, FollowsEvidence) else None
         problem = with_learned_prior(problem, None if after else tuner, batches, generator)
         tuner = after

@@ -13,7 +13,6 @@ from lapwing.data.inputs import Batch, Inputs, accepts_arguments, as_tensors, mo
 from lapwing.data.samples import TARGET_KEYS
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.methods.base import HasCost
 from lapwing.methods.cost import Cost, Workload, workload_of
 from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast, path_of, plain_module
 from lapwing.networks.network import Network
@@ -171,7 +170,8 @@ def check(
     ]
     methods = {type(method).__name__: method for method in (kind() for kind in METHODS.values())}
     to_time = METHODS if timed is True else timed or ()
-    costs = {name: method.cost(workload) for name, method in methods.items() if isinstance(method, HasCost)}
+    counted = {name: method.cost(workload) for name, method in methods.items()}
+    costs = {name: cost for name, cost in counted.items() if cost is not None}
     if to_time:
         if targets is not None:
             targets = network.arranged(Batch(inputs, targets.to(device))).targets

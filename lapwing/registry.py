@@ -15,7 +15,7 @@ from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
-from lapwing.methods.base import AutoCandidate, Method, OverNetworks, Requirements
+from lapwing.methods.base import Method, Requirements
 from lapwing.methods.cost import Workload
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.dropout import MCDropout
@@ -41,7 +41,7 @@ from lapwing.priors import Isotropic
 from lapwing.priors.base import Prior
 from lapwing.runtime.settings import FLAG, HasSettings, Rule, integer, is_real, refuse_other_settings, setting
 
-METHODS = {
+METHODS: dict[str, type[Method]] = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
     "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA, "fmgp": FMGP, "hfl": HFL,
     "ensemble": Ensemble, "dropout": MCDropout, "swag": SWAG,
@@ -76,7 +76,7 @@ class Auto(HasSettings):
     as much and predict as well (docs/choosing.md has the figures). Single weights have no Kronecker structure and get
     an exact posterior for classes too.
 
-    Registered methods that offer themselves (``lapwing.methods.base.AutoCandidate``) are compared. Costs are
+    Registered methods that offer themselves (``lapwing.methods.base.Method.offer``) are compared. Costs are
     counted and not measured, so that the same problem gets the same method on every machine. ``fit(...,
     method="auto")`` has these defaults; ``posterior.why`` tells the reason.
 
@@ -123,7 +123,7 @@ class Auto(HasSettings):
         requirements = Requirements(
             weights, rows, self.memory, self.num_samples, single, tuned, self.seconds * rate, self.gpu, workload
         )
-        offers = [kind.offer(requirements) for kind in METHODS.values() if isinstance(kind, AutoCandidate)]
+        offers = [kind().offer(requirements) for kind in METHODS.values()]
         size = f"{weights} weights, {rows} rows (data times outputs)"
         known = sorted((o for o in offers if o is not None), key=lambda o: (o.tier, o.work))
         by_layers = [offer for offer in known if offer.tier == BY_LAYERS]
@@ -152,7 +152,9 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "method": Kind({None: Kron, **METHODS, "auto": Auto}, (Method, OverNetworks, Auto), "lw.Kron()"),
+    "method": Kind(
+        {None: Kron, **METHODS, "auto": Auto}, (Method, Auto), "lw.Kron(), whose class inherits from Method"
+    ),
     "likelihood": Kind(LIKELIHOODS, Likelihood, "lw.Gaussian(), whose class inherits from Likelihood"),
     "weights": Kind({None: AllWeights, **WEIGHTS}, Weights, "lw.subnetwork(index)"),
 }

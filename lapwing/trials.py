@@ -14,7 +14,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import LapwingError
 from lapwing.linalg.dense import eigh
-from lapwing.methods.base import HasCost, HasTrial, Method
+from lapwing.methods.base import Method
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.network import plain_passes, trained_names
 from lapwing.problem import Problem
@@ -93,9 +93,9 @@ class Trials:
         """Return the cost with seconds, from a trial on the batch, or at the speed of plain passes."""
         if not cost.supported:
             return cost
-        trial = method.trial(self.workload) if isinstance(method, HasTrial) else method
+        trial = method.trial(self.workload)
         counted = self._with_seconds(cost, self._sum(cost), self.count * self.speeds.seconds(cost.predict))
-        if trial is None or not isinstance(trial, HasCost):
+        if trial is None or trial.cost(self.workload) is None:
             return counted
         few = next((copies for copies in (1, COPIES, COPIES**2) if self._expected(trial, copies).supported), None)
         if few is None:  # it takes more data than that
@@ -116,7 +116,7 @@ class Trials:
             cost, seconds, run.predict * self.speeds.seconds(cost.predict) / self.speeds.seconds(first.predict)
         )
 
-    def _longer(self, trial: Any, copies: int, run: Run) -> tuple[Cost, Run] | None:
+    def _longer(self, trial: Method, copies: int, run: Run) -> tuple[Cost, Run] | None:
         """Return cost and times of a trial with more copies of the batch; None if all of its work grows with the data.
 
         On a GPU a small fit takes hardly longer for four batches than for one, so copies are added until it does.
@@ -144,8 +144,10 @@ class Trials:
         once = max(0.0, few.fit - slope * speed(one.fit)) + min(few.once, some.once)
         return slope * speed(cost.fit) + once * (1.0 if cost.once == one.once else speed(cost.once) / speed(one.once))
 
-    def _expected(self, trial: HasCost, copies: int) -> Cost:
-        return trial.cost(replace(self.workload, data=copies * self.count))
+    def _expected(self, trial: Method, copies: int) -> Cost:
+        expected = trial.cost(replace(self.workload, data=copies * self.count))
+        assert expected is not None
+        return expected
 
     def _sum(self, cost: Cost) -> float:
         return self.speeds.seconds(cost.fit + cost.once)
@@ -157,7 +159,7 @@ class Trials:
             predict_passes=predict / self.speeds.forward,
         )  # fmt: skip
 
-    def _run(self, method: Any, copies: int, warm: bool = True) -> Run:
+    def _run(self, method: Method, copies: int, warm: bool = True) -> Run:
         """Fit to copies of the batch and predict; twice on a GPU unless ``warm``: the first time loads kernels."""
         data = Data([(self.inputs, self.targets)] * copies, self.problem.network.device)
         device, posteriors = self.problem.network.device, []

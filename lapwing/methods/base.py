@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -18,19 +18,62 @@ from lapwing.methods.cost import Cost, Workload
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.base import Posterior
 from lapwing.problem import Problem
-from lapwing.runtime.settings import Rule
+from lapwing.runtime.settings import HasSettings, Rule
 
-M = TypeVar("M")
-
-
-@runtime_checkable
-class Method(Protocol):
-    """A way to compute the posterior: a frozen dataclass of settings."""
-
-    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> Posterior: ...
+M = TypeVar("M", bound="Method")
 
 
-METHOD = Rule("an object such as lw.Kron()", lambda v: isinstance(v, Method) and not isinstance(v, type | nn.Module))
+class Method(HasSettings):
+    """A way to compute the posterior: a frozen dataclass of settings. Classes inherit from it and define ``fit``."""
+
+    weights: ClassVar[Weights | None] = None  # those that ``fit`` selects if the user does not; None: all
+    needs_prior: ClassVar[bool] = False  # whether ``fit`` learns a prior beforehand, since there may be no evidence
+    spans_processes: ClassVar[bool] = False  # whether it adds up the sums of all ``data.processes``
+    conformance: ClassVar[Conformance | None] = None  # the settings with which tests/conformance tries it
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> Posterior:
+        """Return the posterior after the pass over the data."""
+        raise NotImplementedError
+
+    def stopped_by(self: M, validation: Data) -> M:
+        """Return the method with these validation data, if it learns in steps and keeps the best state on them."""
+        return self
+
+    def cost(self, workload: Workload) -> Cost | None:
+        """Return what the method takes; None if it does not say, which ``check`` prints."""
+        return None
+
+    def trial(self, workload: Workload) -> Method | None:
+        """Return a form that ``check`` times with few data: one with few steps if it takes many whatever the data.
+
+        None if no quick form tells how long the method takes.
+        """
+        return self
+
+    @classmethod
+    def offer(cls, requirements: Requirements) -> Offer | None:
+        """Return the method with settings for this problem, for ``Auto``; None if it does not apply."""
+        return None
+
+
+class OverNetworks(Method):
+    """A method that combines the posteriors of several networks; ``fit`` fits ``method`` to each, as it fits one."""
+
+    method: Method
+
+    def networks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return all networks, first the model that ``fit`` was given; raise if there are not enough."""
+        raise NotImplementedError
+
+    def combined(self, posteriors: Sequence[Posterior]) -> Posterior:
+        """Return one posterior, given that of every network."""
+        raise NotImplementedError
+
+
+METHOD = Rule(
+    "an object such as lw.Kron(), whose class inherits from Method",
+    lambda v: isinstance(v, Method) and not isinstance(v, OverNetworks | nn.Module),
+)
 MODELS = Rule(
     "a list of trained torch.nn.Module",
     lambda v: isinstance(v, tuple | list) and all(isinstance(model, nn.Module) for model in v),
@@ -38,59 +81,9 @@ MODELS = Rule(
 )
 
 
-@runtime_checkable
-class OverNetworks(Protocol):
-    """A method that combines the posteriors of several networks; ``fit`` fits ``method`` to each, as it fits one."""
-
-    @property
-    def method(self) -> Method: ...
-
-    def networks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return all networks, first the model that ``fit`` was given; raise if there are not enough."""
-        ...
-
-    def combined(self, posteriors: Sequence[Posterior]) -> Posterior:
-        """Return one posterior, given that of every network."""
-        ...
-
-
-@runtime_checkable
-class NeedsPrior(Protocol):
-    """A method that may have no evidence to learn a prior with; ``fit`` then learns one beforehand.
-
-    Where ``needs_prior`` is False, the method is fitted like the others.
-    """
-
-    @property
-    def needs_prior(self) -> bool: ...
-
-
-@runtime_checkable
-class SelectsWeights(Protocol):
-    """A method for some weights alone, which ``fit`` selects if the user does not."""
-
-    weights: ClassVar[Weights]
-
-
-@runtime_checkable
-class StopsEarly(Protocol):
-    """A method that learns in steps, and keeps the state that predicts validation data best if ``fit`` has some."""
-
-    def stopped_by(self, validation: Data) -> Method:
-        """Return the method with these validation data."""
-        ...
-
-
-@runtime_checkable
-class SpansProcesses(Protocol):
-    """A method that adds up the sums of several processes, ``data.processes``; ``fit`` refuses a group to others."""
-
-    spans_processes: ClassVar[bool]
-
-
-def refuse_processes(method: Any, processes: Processes) -> None:
+def refuse_processes(method: Method, processes: Processes) -> None:
     """Raise if there are several processes and the method works in one alone."""
-    if not processes.is_single_process and not (isinstance(method, SpansProcesses) and method.spans_processes):
+    if not processes.is_single_process and not method.spans_processes:
         raise UnsupportedError(
             f"{type(method).__name__} works in one process and process_group has {processes.size}; use Kron(), "
             "EKron(), Diagonal(), Full(), LowRank(), KernelSpace(), Sampled(), ELLA() or VaLLA(), or give one process "
@@ -103,25 +96,6 @@ def with_validation(method: M, validation: Data) -> M:
     stopped = copy(method)
     object.__setattr__(stopped, "validation", validation)  # methods are frozen, and this copy is not yet in use
     return stopped
-
-
-@runtime_checkable
-class HasCost(Protocol):
-    """A method that knows its cost; ``check`` prints "cost unknown" for others."""
-
-    def cost(self, workload: Workload) -> Cost: ...
-
-
-@runtime_checkable
-class HasTrial(Protocol):
-    """A method whose fit takes many steps whatever the data; ``check`` times a form of it with a few.
-
-    The other methods are timed as they are, with few data.
-    """
-
-    def trial(self, workload: Workload) -> Method | None:
-        """Return a quick form for these data; None if no quick form tells how long the method takes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -150,16 +124,6 @@ class Offer:
     kind: str = ""  # what it computes, in words
 
 
-@runtime_checkable
-class AutoCandidate(Protocol):
-    """A method that ``Auto`` may pick."""
-
-    @classmethod
-    def offer(cls, requirements: Requirements) -> Offer | None:
-        """Return the method with settings for this problem; None if it does not apply."""
-        ...
-
-
 @dataclass(frozen=True)
 class Exactness:
     """Settings at which a method is exact. tests/conformance holds the method to it.
@@ -185,6 +149,4 @@ class Conformance:
 
     exact: tuple[Exactness, ...] = ()
     never_exact: str = ""  # why, where ``exact`` is empty
-    small: Callable[[nn.Module], Mapping[str, Method | OverNetworks]] | None = (
-        None  # quick settings for some ten data, by name
-    )
+    small: Callable[[nn.Module], Mapping[str, Method]] | None = None  # quick settings for some ten data, by name

@@ -11,16 +11,15 @@ from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.kronecker import blockwise_sum
 from lapwing.curvature.sweep import CURVATURES, DRAWS, chosen_seeds, swept
 from lapwing.data.batches import Data
-from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
+from lapwing.methods.base import Conformance, Exactness, Method, Offer, Requirements
 from lapwing.methods.cost import Cost, Work, Workload
-from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
+from lapwing.posteriors.weight_space import Sums, SumsData
 from lapwing.problem import Problem
-from lapwing.runtime.settings import NONE, HasSettings, integer, one_of, setting
+from lapwing.runtime.settings import NONE, integer, one_of, setting
 
 
-@sums_data
 @dataclass(frozen=True)
-class Diagonal(HasSettings):
+class Diagonal(SumsData, Method):
     """The exact diagonal of the GGN: the smallest and fastest curvature, without correlations between weights.
 
     Args:
@@ -49,9 +48,6 @@ class Diagonal(HasSettings):
     draws: int = setting(DRAWS, integer())
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Diagonal(), "orthogonal"),))
-
-    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)
 
     def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         network = problem.network

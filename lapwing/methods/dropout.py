@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import UnsupportedError
-from lapwing.methods.base import Conformance
+from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.forward import copied, has_dropout, lent, raw_output, shaped, shareable
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import Members, MembersPosterior
 from lapwing.problem import Problem, summed_loss
-from lapwing.runtime.settings import HasSettings, integer, setting
+from lapwing.runtime.settings import integer, setting
 from lapwing.runtime.state import MEMBERS, State, Whole, saved
 from lapwing.runtime.threads import global_seed
 
 
 @dataclass(frozen=True)
-class MCDropout(HasSettings):
+class MCDropout(Method):
     """The spread of several forward passes, each with one random dropout mask for all inputs.
 
     For networks trained with ``nn.Dropout`` or with the dropout of PyTorch's attention and recurrent layers

@@ -11,15 +11,15 @@ from lapwing.curvature.blocks import FACTOR_LIMIT
 from lapwing.curvature.kronecker import SHARINGS, eigen_corrected, eigen_shared, kronecker_curvature
 from lapwing.curvature.sweep import CURVATURES, DRAWS, Sweep, chosen_seeds
 from lapwing.data.batches import Data
-from lapwing.methods.base import Conformance, Exactness
+from lapwing.methods.base import Conformance, Exactness, Method
 from lapwing.methods.cost import Cost, KroneckerWork, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
-from lapwing.runtime.settings import NONE, HasSettings, integer, one_of, setting
+from lapwing.runtime.settings import NONE, integer, one_of, setting
 
 
 @dataclass(frozen=True)
-class EKron(HasSettings):
+class EKron(Method):
     """The Kronecker eigenbasis of ``Kron`` with the exact diagonal of the curvature in it (EKFAC).
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.methods.base import MODELS, Conformance
+from lapwing.methods.base import MODELS, Conformance, Method
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import (
@@ -29,7 +29,7 @@ from lapwing.networks.forward import (
 )
 from lapwing.posteriors.members import Members, MembersPosterior, mean_of, outputs_of
 from lapwing.problem import Problem, summed_loss
-from lapwing.runtime.settings import FUNCTION, NONE, HasSettings, integer, setting
+from lapwing.runtime.settings import FUNCTION, NONE, integer, setting
 from lapwing.runtime.state import State
 from lapwing.runtime.threads import global_seed
 
@@ -37,7 +37,7 @@ Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its s
 
 
 @dataclass(frozen=True)
-class Ensemble(HasSettings):
+class Ensemble(Method):
     """A deep ensemble (Lakshminarayanan et al. 2017): the spread of the model and other trained networks.
 
     The mean is that of the members and not the output of the model. The noise of a regression is the residual of that

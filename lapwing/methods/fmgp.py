@@ -18,7 +18,7 @@ from lapwing.errors import DataError, FileError, ModelError, NumericalError, Uns
 from lapwing.likelihoods.base import Likelihood, energy, refuse_energy, refuse_ignored
 from lapwing.linalg.dense import centres_by_class, eigh, eigvalsh, smooth_whitening
 from lapwing.linalg.stochastic import Inducing
-from lapwing.methods.base import Conformance, with_validation
+from lapwing.methods.base import Conformance, Method, with_validation
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.functionals import is_single_map, last_features
 from lapwing.networks.last_layer import last_layer
@@ -26,7 +26,7 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import gathered, runs
-from lapwing.runtime.settings import NONE, POSITIVE, HasSettings, integer, one_of, setting
+from lapwing.runtime.settings import NONE, POSITIVE, integer, one_of, setting
 from lapwing.runtime.state import ROUNDING, Array, Either, Maybe, PartOf, State, Text, saved
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, normal, uniform
 from lapwing.runtime.trace import TRACE, Step, Trace, trace_settings
@@ -557,7 +557,7 @@ TRIAL = 20  # steps that are timed
 
 
 @dataclass(frozen=True)
-class FMGP(HasSettings):
+class FMGP(Method):
     """A sparse Gaussian process whose mean is the network: cheap error bars without Jacobians.
 
     Kernel, inducing points and noise are learned on the predictive log-likelihood of the training data, together with a

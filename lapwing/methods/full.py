@@ -12,20 +12,19 @@ from lapwing.curvature.dense import full_curvature, full_hessian
 from lapwing.curvature.sweep import CURVATURES, DRAWS, chosen_seeds, swept
 from lapwing.data.batches import Data
 from lapwing.errors import UnsupportedError
-from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
+from lapwing.methods.base import Conformance, Exactness, Method, Offer, Requirements
 from lapwing.methods.cost import HALVES, Cost, Work, Workload
-from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
+from lapwing.posteriors.weight_space import Sums, SumsData
 from lapwing.problem import Problem
 from lapwing.runtime.memory import BEYOND, budget
-from lapwing.runtime.settings import NONE, HasSettings, integer, one_of, setting
+from lapwing.runtime.settings import NONE, integer, one_of, setting
 
 ALWAYS = 30_000  # weights that are accepted on every device, 7 GB for each matrix
 MATRICES = 4  # of P² numbers that a fit and its first prediction hold: H, Λ, its factor, and room for the Jacobians
 
 
-@sums_data
 @dataclass(frozen=True)
-class Full(HasSettings):
+class Full(SumsData, Method):
     """The exact (P, P) precision, for small networks, last layers and subnetworks; the reference for other methods.
 
     Args:
@@ -58,9 +57,6 @@ class Full(HasSettings):
     draws: int = setting(DRAWS, integer())
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Full(), "network"),))
-
-    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)
 
     def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         network = problem.network

@@ -15,14 +15,14 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
 from lapwing.data.streams import shuffle_batches
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.methods.base import Conformance
+from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of
 from lapwing.posteriors.sampled import Drawn, WeightDraws
 from lapwing.priors import Isotropic
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
-from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, HasSettings, integer, setting
+from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, integer, setting
 from lapwing.runtime.state import MEMBERS, SMALLEST, Array, State, Whole, saved
 from lapwing.runtime.threads import ProgressBar, Stream, derived_generator, normal
 
@@ -33,7 +33,7 @@ FAR = 10.0  # rise of the loss, in nats for each datum or times the loss at the 
 
 
 @dataclass(frozen=True)
-class IVON(HasSettings):
+class IVON(Method):
     """A diagonal Gaussian over the weights, learned by the variational optimiser IVON, as a baseline.
 
     The optimiser goes on from the weights of the model, trained or not, on mini-batches. It maximises the evidence

@@ -14,20 +14,19 @@ from lapwing.curvature.sweep import refuse_open_noise
 from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.dense import svd
-from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
+from lapwing.methods.base import Conformance, Exactness, Method, Offer, Requirements
 from lapwing.methods.cost import Cost, Work, Workload
-from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
+from lapwing.posteriors.weight_space import Sums, SumsData
 from lapwing.problem import Problem
 from lapwing.runtime.memory import evenly, fitting
-from lapwing.runtime.settings import HasSettings, integer, one_of, setting
+from lapwing.runtime.settings import integer, one_of, setting
 from lapwing.tangent import NetworkDesign, refuse_unsteady
 
 COLUMNS = 2**16  # weights that are rotated at a time
 
 
-@sums_data
 @dataclass(frozen=True)
-class KernelSpace(HasSettings):
+class KernelSpace(SumsData, Method):
     r"""The same posterior as ``Full``, from the nC rows of X = Rᵀ J: for few data and many weights.
 
     X = V S^½ U gives the eigenvalues S and eigenvectors U of the GGN. One decomposition serves the evidence, the
@@ -57,9 +56,6 @@ class KernelSpace(HasSettings):
     curvature: str = setting("ggn", one_of(("ggn", "empirical")))
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: KernelSpace(), "network"),))
-
-    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)
 
     def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         network = problem.network

@@ -11,20 +11,19 @@ from lapwing.curvature.blocks import FACTOR_LIMIT
 from lapwing.curvature.kronecker import SHARINGS, eigen_shared, kronecker_curvature
 from lapwing.curvature.sweep import CURVATURES, DRAWS, chosen_seeds, swept
 from lapwing.data.batches import Data
-from lapwing.methods.base import Conformance, Exactness, Offer, Requirements
+from lapwing.methods.base import Conformance, Exactness, Method, Offer, Requirements
 from lapwing.methods.cost import Cost, KroneckerWork, Work, Workload
-from lapwing.posteriors.weight_space import Sums, WeightPosterior, sums_data
+from lapwing.posteriors.weight_space import Sums, SumsData
 from lapwing.problem import Problem
-from lapwing.runtime.settings import NONE, HasSettings, integer, one_of, setting
+from lapwing.runtime.settings import NONE, integer, one_of, setting
 
 LIMITS = (FACTOR_LIMIT, 4096, 2048, 1024, 512)  # of factors that ``Auto`` tries, until they are within its budget
 # Multiplications of ``Auto`` for the cube of a matrix's size: ``python -m benchmarks.factors`` measures them.
 DECOMPOSITION = {"cpu": 7, "gpu": 33}
 
 
-@sums_data
 @dataclass(frozen=True)
-class Kron(HasSettings):
+class Kron(SumsData, Method):
     """Kronecker-factored curvature over all layers (KFAC); the default.
 
     A parameter that is not the weight of a linear map gets its own block: a full matrix up to ``full_limit`` entries,
@@ -70,9 +69,6 @@ class Kron(HasSettings):
             Exactness(lambda weights, rows: Kron(sharing="reduce"), "linear", name="reduce", prior="input"),
         )
     )
-
-    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)
 
     def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         limits = self.full_limit, self.factor_limit

@@ -13,17 +13,17 @@ from lapwing.curvature.sweep import refuse_open_noise
 from lapwing.data.batches import Data
 from lapwing.linalg.krylov import OVERSAMPLE, leading_eigenpairs
 from lapwing.linalg.operators import gram_product
-from lapwing.methods.base import Conformance, Exactness
+from lapwing.methods.base import Conformance, Exactness, Method
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
-from lapwing.runtime.settings import POSITIVE, HasSettings, integer, one_of, setting
+from lapwing.runtime.settings import POSITIVE, integer, one_of, setting
 from lapwing.runtime.threads import generator_or_default
 from lapwing.tangent import NetworkDesign
 
 
 @dataclass(frozen=True)
-class LowRank(HasSettings):
+class LowRank(Method):
     """The ``rank`` leading eigenpairs of the GGN by block Lanczos, and the prior in all other directions.
 
     Directions left out keep their prior variance, so the variance of f is too large rather than too small, up to the

@@ -8,14 +8,14 @@ from typing import ClassVar
 import torch
 
 from lapwing.data.batches import Data
-from lapwing.methods.base import Conformance
+from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.posteriors.members import PointPosterior
 from lapwing.problem import Problem, summed_loss
 
 
 @dataclass(frozen=True)
-class MapOnly:
+class MapOnly(Method):
     """The plain network: no variance from the weights; the noise of a regression is the mean squared residual.
 
     Raises:

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from lapwing.errors import UnsupportedError
-from lapwing.methods.base import METHOD, MODELS, Conformance, HasCost, Method
+from lapwing.methods.base import METHOD, MODELS, Conformance, Method, OverNetworks
 from lapwing.methods.cost import Cost, Workload
 from lapwing.methods.kron import Kron
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.several import NetworksPosterior
-from lapwing.runtime.settings import NONE, POSITIVE_VALUES, HasSettings, setting
+from lapwing.runtime.settings import NONE, POSITIVE_VALUES, setting
 
 
 @dataclass(frozen=True)
-class MixtureOfLaplace(HasSettings):
+class MixtureOfLaplace(OverNetworks):
     """A mixture of Laplace approximations (Eschenhagen et al. 2021): ``method`` is fitted to every network.
 
     Each network is fitted as ``fit`` fits one: it learns its prior and noise, and is calibrated on validation data if
@@ -72,9 +72,10 @@ class MixtureOfLaplace(HasSettings):
 
     def cost(self, workload: Workload) -> Cost:
         count = 1 + len(self.models) if self.models else 5
-        if not isinstance(self.method, HasCost):
+        cost = self.method.cost(workload)
+        if cost is None:
             return Cost.refused(f"{type(self.method).__name__} does not tell its cost")
-        return self.method.cost(workload).repeated(count, f"{count} networks; their training is not counted")
+        return cost.repeated(count, f"{count} networks; their training is not counted")
 
     def trial(self, workload: Workload) -> None:
         """Return None: without its networks there is nothing to time."""

@@ -17,13 +17,13 @@ from lapwing.linalg.krylov import Logdet, solve_samples
 from lapwing.linalg.operators import Solution, gram_product
 from lapwing.linalg.ridge import Ridge
 from lapwing.linalg.stochastic import OBJECTIVES, descend_in_rounds
-from lapwing.methods.base import Conformance, Offer, Requirements
+from lapwing.methods.base import Conformance, Method, Offer, Requirements
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.posteriors.sampled import SampledPosterior, Solver
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import Problem
 from lapwing.runtime.memory import budget
-from lapwing.runtime.settings import NONE, POSITIVE, HasSettings, Rule, integer, is_real, one_of, setting
+from lapwing.runtime.settings import NONE, POSITIVE, Rule, integer, is_real, one_of, setting
 from lapwing.runtime.threads import generator_or_default
 from lapwing.tangent import NetworkDesign, refuse_reordered, refuse_unsteady
 
@@ -43,7 +43,7 @@ SOLVES = 4  # cost of samples whose prior precision is learned, in solves at one
 
 
 @dataclass(frozen=True)
-class Sampled(HasSettings):
+class Sampled(Method):
     r"""Samples of the exact posterior by sample-then-optimise (Antorán et al. 2023).
 
     Prior noise ζ and data noise ε are drawn, and a linear system turns them into a sample z of the posterior:

@@ -14,13 +14,13 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
 from lapwing.data.streams import shuffle_batches
 from lapwing.errors import FileError, NumericalError, UnsupportedError
-from lapwing.methods.base import Conformance
+from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import mean_of
 from lapwing.posteriors.sampled import Drawn, WeightDraws
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
-from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, HasSettings, Rule, integer, is_real, setting
+from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, Rule, integer, is_real, setting
 from lapwing.runtime.state import ABOVE_ZERO, MEMBERS, Array, State, Whole, saved
 from lapwing.runtime.threads import ProgressBar, derived_generator, normal
 
@@ -31,7 +31,7 @@ DECAY = Rule("a finite number of at least 0", lambda v: is_real(v) and 0 <= v < 
 
 
 @dataclass(frozen=True)
-class SWAG(HasSettings):
+class SWAG(Method):
     """A Gaussian fitted to the iterates of SGD, as a baseline.
 
     SGD with momentum goes on from the trained weights at a constant learning rate, on mini-batches of the mean loss.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import check_finite
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.base import HasHessian, Likelihood
-from lapwing.methods.base import Conformance
+from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.functionals import is_single_map
 from lapwing.networks.last_layer import LastLayer
@@ -22,7 +22,7 @@ from lapwing.networks.selection import Weights
 from lapwing.posteriors.members import MeanFieldPosterior, checked_features
 from lapwing.problem import Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import refuse_beyond, runs
-from lapwing.runtime.settings import POSITIVE, HasSettings, integer, setting
+from lapwing.runtime.settings import POSITIVE, integer, setting
 from lapwing.runtime.threads import ProgressBar, derived_generator, normal
 
 ITERATIONS = 10  # of L-BFGS in a step of the progress bar
@@ -32,7 +32,7 @@ USUAL = 150  # evaluations of the bound in a usual fit
 
 
 @dataclass(frozen=True)
-class VariationalLastLayer(HasSettings):
+class VariationalLastLayer(Method):
     """A mean-field Gaussian over the last layer's weights, as a baseline: the one with the highest evidence bound.
 
     The features are those of the trained network and computed once. For Gaussian noise the optimum has a closed form:
@@ -68,7 +68,7 @@ class VariationalLastLayer(HasSettings):
     tolerance: float = setting(1e-5, POSITIVE)
     max_steps: int = setting(1000, integer())
     seed: int = setting(0, integer(0))
-    needs_prior: bool = field(default=True, init=False, repr=False)
+    needs_prior: ClassVar[bool] = True
     weights: ClassVar[Weights] = LastLayer()
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its covariance is diagonal, and its mean that of the last layer",

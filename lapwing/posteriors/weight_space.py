@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from lapwing.posteriors.base import Posterior, numbered_normals
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
 from lapwing.runtime.memory import PIECE, budget, evenly, gathered
-from lapwing.runtime.settings import integer
+from lapwing.runtime.settings import HasSettings, integer
 from lapwing.runtime.state import (
     Array,
     Maybe,
@@ -52,35 +52,40 @@ from lapwing.runtime.threads import normal_rows
 from lapwing.runtime.trace import TRACE, Trace, trace_settings
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
-M = TypeVar("M", bound=type)
 Sums = tuple[Curvature | PerOutputCurvature, Statistics, Estimate | None]
 
 
-class SumsData(Protocol):
-    """A method whose posterior is a sum over the data: the sums of two data sets add up."""
+_METHODS: dict[str, type[SumsData]] = {}
+
+
+class SumsData(HasSettings):
+    """The part of a method whose posterior is a sum over the data: the sums of two data sets add up.
+
+    Classes define ``summed``. Files say by which method, with which settings, a sum was made.
+
+    Raises:
+        UnsupportedError: If files know another class of this name; if a setting is not declared with ``setting``.
+    """
+
+    def __init_subclass__(cls) -> None:
+        known = _METHODS.setdefault(cls.__name__, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise UnsupportedError(
+                f"files already know a method {cls.__name__!r}, from {known.__module__}; give this one another name."
+            )
+        _METHODS[cls.__name__] = cls
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_undeclared(type(self))
 
     def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         """Return the curvature, the statistics, and how the curvature was estimated if it was."""
-        ...
+        raise NotImplementedError
 
-
-_METHODS: dict[str, Any] = {}
-
-
-def sums_data(cls: M) -> M:
-    """Register a method whose posterior is a sum over the data, so that files can say how it was made. A decorator.
-
-    Raises:
-        UnsupportedError: If another method has the name already, or a setting is not declared with ``setting``.
-    """
-    known = _METHODS.get(cls.__name__, cls)
-    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise UnsupportedError(
-            f"files already know a method {cls.__name__!r}, from {known.__module__}; give this one another name."
-        )
-    refuse_undeclared(cls)
-    _METHODS[cls.__name__] = cls
-    return cls
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        """Return the posterior after the pass over the data."""
+        return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)
 
 
 @saved

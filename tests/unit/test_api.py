@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import lapwing as lw
+from lapwing.methods.base import Method
 from lapwing.priors import Isotropic
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
@@ -386,7 +387,7 @@ def test_a_method_says_whether_it_needs_a_prior(needed: bool, x: Tensor, y: Tens
     """Where it does, the prior is learned before the fit; else it comes to the fit open, as for other methods."""
     seen: list[bool] = []
 
-    class Asking:
+    class Asking(Method):
         needs_prior = needed
 
         def fit(self, problem: Any, data: Any, generator: Any = None) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.check import LEGEND
+from lapwing.methods.base import Method
 from lapwing.methods.cost import Cost
 from lapwing.registry import METHODS
 
@@ -42,7 +43,7 @@ def test_every_registered_method_has_a_row() -> None:
 
 def test_a_method_that_does_not_know_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
-    class MethodOfSomebodyElse:
+    class MethodOfSomebodyElse(Method):
         def fit(self, *_: Any) -> Any:
             raise NotImplementedError
 

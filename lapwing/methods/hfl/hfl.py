@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from lapwing.errors import DataError, FileError, InputError, NumericalError, Uns
 from lapwing.linalg.dense import symmetrise
 from lapwing.linalg.krylov import block_conjugate_gradients
 from lapwing.linalg.operators import Solution, gram_product
-from lapwing.methods.base import Conformance, Exactness
+from lapwing.methods.base import Conformance, Exactness, Method
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.methods.hfl.response import (
     DENSE,
@@ -44,7 +44,7 @@ from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.weight_space import Linearised, jacobian_pieces, outputs_in_pieces
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 from lapwing.runtime.memory import PIECE, gathered, runs
-from lapwing.runtime.settings import DATA, NONE, POSITIVE, HasSettings, Rule, integer, is_data, is_real, one_of, setting
+from lapwing.runtime.settings import DATA, NONE, POSITIVE, Rule, integer, is_data, is_real, one_of, setting
 from lapwing.runtime.state import SMALLEST, Array, ListOf, Real, State, Text, saved
 from lapwing.runtime.threads import generator_or_default, normal, sequential_normal
 from lapwing.runtime.trace import Trace
@@ -495,7 +495,7 @@ PARTS = Rule(
 
 
 @dataclass(frozen=True)
-class HFL(HasSettings):
+class HFL(Method):
     """Hessian-free Laplace: push the regularised loss a little towards a prediction and measure how far it moves.
 
     The response of a prediction to a push of strength λ is its variance under Laplace with the *full Hessian*. The
@@ -555,7 +555,7 @@ class HFL(HasSettings):
     pushes: int = setting(32, integer())
     evaluation: Any = setting(None, PARTS, repr=False)
     calibration: Any = setting(None, DATA | NONE, repr=False)
-    needs_prior: bool = field(default=True, init=False, repr=False)
+    needs_prior: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: HFL(drift=math.inf), "linear", iterative=True,

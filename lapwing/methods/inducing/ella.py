@@ -14,18 +14,18 @@ from lapwing.data.batches import Data
 from lapwing.data.streams import Pool
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.dense import eigh, svd
-from lapwing.methods.base import Conformance, Exactness
+from lapwing.methods.base import Conformance, Exactness, Method
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.methods.inducing.points import Anchors, BoundedCurvature, Placement, SubspaceCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import Problem, Statistics
-from lapwing.runtime.settings import FLAG, HasSettings, integer, setting
+from lapwing.runtime.settings import FLAG, integer, setting
 from lapwing.runtime.threads import independent_generator
 
 
 @dataclass(frozen=True)
-class ELLA(HasSettings):
+class ELLA(Method):
     r"""Linearised Laplace approximation within the ``rank`` leading directions of the tangent kernel at landmarks.
 
     A landmark is a training input with one of its outputs, drawn at random. The directions are the leading

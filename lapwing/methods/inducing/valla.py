@@ -12,14 +12,14 @@ from lapwing.data.batches import Data
 from lapwing.data.streams import Pool
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import refuse_energy
-from lapwing.methods.base import Conformance, Exactness, with_validation
+from lapwing.methods.base import Conformance, Exactness, Method, with_validation
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.methods.inducing.learning import STEPS, learn_collapsed, learn_stochastic
 from lapwing.methods.inducing.points import STARTS, InducingPoints, Placement
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.base import starting_precisions
 from lapwing.problem import Problem, summed_loss
-from lapwing.runtime.settings import NONE, POSITIVE, HasSettings, Rule, integer, is_real, one_of, setting
+from lapwing.runtime.settings import NONE, POSITIVE, Rule, integer, is_real, one_of, setting
 from lapwing.runtime.threads import independent_generator
 from lapwing.runtime.trace import Trace
 
@@ -29,7 +29,7 @@ FEW_ROWS, FEW_BYTES = 20_000, 2**30  # outputs of all data, and bytes of their l
 
 
 @dataclass(frozen=True)
-class VaLLA(HasSettings):
+class VaLLA(Method):
     r"""Linearised Laplace approximation with ``num_inducing`` inducing points at learned inputs.
 
     An inducing point is one output of the network at one input. The mean of the posterior stays the network's output;

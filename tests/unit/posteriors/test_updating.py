@@ -154,10 +154,10 @@ def test_other_data_and_other_weights_are_refused(net):
 
 
 def test_two_methods_of_one_name_are_refused():
-    from lapwing.posteriors.weight_space import sums_data
+    from lapwing.posteriors.weight_space import SumsData
 
     with pytest.raises(UnsupportedError, match="already know a method 'Kron'"):
-        sums_data(type("Kron", (), {}))
+        type("Kron", (SumsData,), {})
 
 
 def test_a_damaged_method_is_refused(net):
