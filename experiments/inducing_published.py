@@ -17,7 +17,7 @@ from experiments.inducing_task import Task
 from experiments.options import Progress
 from lapwing.demo.training import ACTIVATIONS, TrainingSettings
 from lapwing.linalg.dense import kmeans
-from lapwing.methods.inducing.points import Anchors
+from lapwing.methods.inducing_points import Anchors
 from lapwing.priors.base import prior_kernel
 
 

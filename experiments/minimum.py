@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.methods.hfl.hfl import ResponsePosterior
-from lapwing.methods.hfl.response import Responder
+from lapwing.methods.hfl import ResponsePosterior
+from lapwing.methods.hfl_response import Responder
 
 
 def squared_error(y: Tensor, variance: float) -> Callable[[Tensor], Tensor]:

@@ -26,8 +26,8 @@ from lapwing import metrics
 from lapwing.data.batches import Data
 from lapwing.demo.result import ExperimentReport, Result, Row, plain
 from lapwing.demo.training import best_seconds
-from lapwing.methods.hfl.hfl import PushedWeights, ResponsePosterior, averaged, fitted_scale, random_forces
-from lapwing.methods.hfl.response import Responder
+from lapwing.methods.hfl import PushedWeights, ResponsePosterior, averaged, fitted_scale, random_forces
+from lapwing.methods.hfl_response import Responder
 
 IN_TABLE = ("NLL", "ECE", "MC NLL", "MC ECE", "accuracy", "OOD AUROC")
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import lapwing as lw
 from experiments.minimum import exact_variance
 from experiments.response_task import Problem
 from lapwing.data.batches import Data
-from lapwing.methods.hfl.hfl import ResponsePosterior
-from lapwing.methods.hfl.response import Hessian, Objective, Pushes, Responder
+from lapwing.methods.hfl import ResponsePosterior
+from lapwing.methods.hfl_response import Hessian, Objective, Pushes, Responder
 
 STRENGTHS = tuple(10.0 ** (1 - k / 2) for k in range(21))  # ten decades
 

@@ -19,7 +19,7 @@ from experiments.response_task import KINDS, ResponseTask, interval_scores
 from lapwing.demo.result import Row
 from lapwing.demo.training import SplitTable, TrainingSettings, mlp, optimise
 from lapwing.errors import LapwingError
-from lapwing.methods.hfl.hfl import ResponsePosterior
+from lapwing.methods.hfl import ResponsePosterior
 
 METHODS: dict[str, Any] = {
     "noise only": lw.baselines.MapOnly(),

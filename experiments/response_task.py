@@ -19,7 +19,7 @@ from experiments.options import Progress
 from lapwing import metrics
 from lapwing.demo.result import NORMAL_95
 from lapwing.demo.training import TrainingSettings, mlp
-from lapwing.methods.hfl.hfl import ResponsePosterior
+from lapwing.methods.hfl import ResponsePosterior
 
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "quadratic": lambda x: x.square(),

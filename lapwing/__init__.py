@@ -18,15 +18,15 @@ from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.ekron import EKron
+from lapwing.methods.ella import ELLA
 from lapwing.methods.fmgp import FMGP
 from lapwing.methods.full import Full
-from lapwing.methods.hfl.hfl import HFL
-from lapwing.methods.inducing.ella import ELLA
-from lapwing.methods.inducing.valla import VaLLA
+from lapwing.methods.hfl import HFL
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.sampled import Sampled
+from lapwing.methods.valla import VaLLA
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.selection import all_weights, named, subnetwork
 from lapwing.priors import grouped, isotropic, per_layer

@@ -20,12 +20,11 @@ from lapwing.methods.cost import Workload
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.dropout import MCDropout
 from lapwing.methods.ekron import EKron
+from lapwing.methods.ella import ELLA
 from lapwing.methods.ensemble import Ensemble
 from lapwing.methods.fmgp import FMGP
 from lapwing.methods.full import Full
-from lapwing.methods.hfl.hfl import HFL
-from lapwing.methods.inducing.ella import ELLA
-from lapwing.methods.inducing.valla import VaLLA
+from lapwing.methods.hfl import HFL
 from lapwing.methods.ivon import IVON
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
@@ -34,6 +33,7 @@ from lapwing.methods.map_only import MapOnly
 from lapwing.methods.mixture_of_laplace import MixtureOfLaplace
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag import SWAG
+from lapwing.methods.valla import VaLLA
 from lapwing.methods.variational_last_layer import VariationalLastLayer
 from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.selection import AllWeights, Weights

@@ -17,12 +17,12 @@ from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.methods.diagonal import Diagonal
+from lapwing.methods.ella import ELLA
 from lapwing.methods.full import Full
-from lapwing.methods.inducing.ella import ELLA
-from lapwing.methods.inducing.valla import VaLLA
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
+from lapwing.methods.valla import VaLLA
 from lapwing.networks.forward import arithmetic_of
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.selection import Selection, Weights, all_weights, named, subnetwork

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.curvature.dense import LowRankCurvature
 from lapwing.data.batches import Data
-from lapwing.methods.inducing.ella import leading_rows, within
-from lapwing.methods.inducing.points import Anchors, InducingPoints, SubspaceCurvature
+from lapwing.methods.ella import leading_rows, within
+from lapwing.methods.inducing_points import Anchors, InducingPoints, SubspaceCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from tests import problems

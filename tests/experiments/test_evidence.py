@@ -48,8 +48,8 @@ from experiments.response_task import Problem, ResponseTask, made
 from experiments.stacked import Stack, StackedTraining, loss_slope, trained_stack
 from lapwing.demo.result import Result
 from lapwing.demo.training import TrainingSettings, mlp
-from lapwing.methods.hfl.hfl import ResponsePosterior
-from lapwing.methods.inducing.points import Anchors
+from lapwing.methods.hfl import ResponsePosterior
+from lapwing.methods.inducing_points import Anchors
 from lapwing.priors.base import prior_kernel
 from tests.tolerances import SOLVED, assert_close
 

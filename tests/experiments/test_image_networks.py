@@ -27,7 +27,7 @@ from experiments.push_sizes import PushSizes
 from lapwing.demo.result import Result, Row
 from lapwing.demo.training import TrainingSettings, optimise, train_mlp
 from lapwing.errors import DataError
-from lapwing.methods.hfl.hfl import PushedWeights, ResponsePosterior
+from lapwing.methods.hfl import PushedWeights, ResponsePosterior
 from lapwing.plots import OTHER, PLAIN, POSTERIOR
 from tests.pixels import drawn, inked, share
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import lapwing as lw
-import lapwing.methods.inducing.learning as stochastic
 import lapwing.methods.swag as swag
+import lapwing.methods.valla as stochastic
 import lapwing.tangent as design
 from lapwing.data.batches import Data
 from lapwing.data.streams import shuffle_batches

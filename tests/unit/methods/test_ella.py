@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.data.batches import Data
-from lapwing.methods.inducing import ella as module
-from lapwing.methods.inducing.ella import leading_rows, within
-from lapwing.methods.inducing.learning import collapsed_bound
-from lapwing.methods.inducing.points import Anchors, InducingPoints, SubspaceCurvature
+from lapwing.methods import ella as module
+from lapwing.methods.ella import leading_rows, within
+from lapwing.methods.inducing_points import Anchors, InducingPoints, SubspaceCurvature
+from lapwing.methods.valla import collapsed_bound
 from lapwing.networks.network import Network
 from lapwing.problem import Problem
 from tests import problems

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
-from lapwing.methods.hfl.hfl import LinearisedResponse
-from lapwing.methods.hfl.response import Hessian, Objective, Responder, Response, newton, pushed
+from lapwing.methods.hfl import LinearisedResponse
+from lapwing.methods.hfl_response import Hessian, Objective, Responder, Response, newton, pushed
 from lapwing.networks.functionals import scalar
 from tests import problems
 from tests.cases import BY_NAME, cast
@@ -359,7 +359,7 @@ def test_solving_with_the_hessian(kind: str, outputs: int, monkeypatch: pytest.M
     rows = torch.randn(4, objective.size, dtype=D, generator=torch.Generator().manual_seed(1))
     exact = torch.linalg.solve(energy.hessian(), rows.T).T
     assert_close(Hessian(objective).solve(rows), exact, SOLVED)
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", objective.size - 1)
+    monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", objective.size - 1)
     by_products = Hessian(objective)
     assert not by_products.formed
     assert off(by_products.solve(rows), exact) < 1e-3
@@ -368,7 +368,7 @@ def test_solving_with_the_hessian(kind: str, outputs: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("limit", [25, 24])
 def test_an_indefinite_hessian_is_refused_with_advice(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formed, or met by conjugate gradients."""
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", limit)
+    monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", limit)
     objective = responder(small()).objective.recentred(torch.linspace(-2, 2, 25, dtype=D))
     met = "smallest eigenvalue is -" if limit == 25 else "met a direction with curvature -"
     advice = r"at no minimum .*: train it further with this prior as weight decay, or use HFL\(mode='linearised'\)\.$"
@@ -379,7 +379,7 @@ def test_an_indefinite_hessian_is_refused_with_advice(limit: int, monkeypatch: p
 def test_the_hessian_is_formed_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = responder(small()).objective
     for limit, formed in ((25, True), (24, False)):
-        monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", limit)
+        monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", limit)
         assert Hessian(objective).formed is formed
         assert (Hessian(objective).root is not None) is formed
 
@@ -416,7 +416,7 @@ def test_weights_far_from_a_minimum_are_refused() -> None:
 
 @pytest.mark.parametrize("limit", [2048, 0])
 def test_an_indefinite_hessian(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", limit)
+    monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", limit)
     energy = copied(small())
     energy.place(torch.randn(25, dtype=D, generator=torch.Generator().manual_seed(2)))
     assert float(torch.linalg.eigvalsh(energy.hessian())[0]) < -1
@@ -437,7 +437,7 @@ def test_an_indefinite_hessian(limit: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("limit", [2048, 0])
 def test_a_search_for_the_minimum_that_overflows(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of e^-20 where five were counted: a full Newton step goes to e^1000 and further."""
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", limit)
+    monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", limit)
     model = nn.Linear(1, 1).double()
     model.weight.data.zero_()
     model.bias.data.fill_(-20.0)
@@ -476,7 +476,7 @@ def test_rows_are_solved_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x = new(energy, 5)
     found = fitted(energy, lw.HFL(mode="linearised"))
     whole, joint = found.functions(x).cov, found.functions(x, joint=True).cov
-    monkeypatch.setattr("lapwing.methods.hfl.hfl.ROWS", 2)
+    monkeypatch.setattr("lapwing.methods.hfl.ROWS", 2)
     assert off(found.functions(x).cov, whole) < 1e-8
     assert off(found.functions(x, joint=True).cov, joint) < 1e-8
 

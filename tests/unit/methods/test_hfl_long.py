@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.hfl.hfl import ResponsePosterior
-from lapwing.methods.hfl.response import FineTuner, Objective, Response
+from lapwing.methods.hfl import ResponsePosterior
+from lapwing.methods.hfl_response import FineTuner, Objective, Response
 from tests import minima, problems
 from tests.cases import BY_NAME
 from tests.minima import at_its_targets, copied, data, fitted, gapped, held_out, new, off, pretrained, shifted, small
@@ -171,7 +171,7 @@ def rotating() -> Energy:
 @pytest.mark.parametrize(("limit", "dtype"), [(2048, D), (2048, torch.float32), (0, D)])
 def test_weights_that_can_rotate(limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two linear layers in a row, as in an attention head: the loss is flat along rotations, which move no output."""
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", limit)
+    monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", limit)
     energy = rotating()
     values, vectors = torch.linalg.eigh(energy.hessian())
     flat = values < 1e-9
@@ -195,7 +195,7 @@ def test_weights_that_can_rotate(limit: int, dtype: torch.dtype, monkeypatch: py
 
 
 def test_conjugate_gradients_in_place_of_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", 10)
+    monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", 10)
     energy = small("bernoulli", 2)
     x = new(energy, 1)
     posterior = fitted(energy, lw.HFL(tolerance=1e-4))
@@ -602,7 +602,7 @@ def test_random_pushes_are_draws_of_the_posterior(kind: str, formed: bool, monke
     """H⁻¹ ξ: with ξ ~ N(0, H) the Laplace variances themselves, within five of their stated standard errors; where the
     Hessian is not formed, ξ ~ N(0, G/φ + A), those of H⁻¹ (G/φ + A) H⁻¹."""
     if not formed:
-        monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", 0)
+        monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", 0)
     energy = small(kind, 3)
     x = new(energy, 3)
     inverse = torch.linalg.inv(energy.hessian())
@@ -778,7 +778,7 @@ def test_unfinished_fine_tuning_is_refused() -> None:
 
 def test_all_data_are_in_the_random_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one batch or in two, where they are drawn from the data."""
-    monkeypatch.setattr("lapwing.methods.hfl.response.DENSE", 0)
+    monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", 0)
     energy = small("categorical", 3)
     x = new(energy)
     method = lw.HFL(mode="pretrained", variant="random", pushes=800)

@@ -20,8 +20,7 @@ from lapwing.data.inputs import Batch
 from lapwing.data.streams import Pool, class_labels
 from lapwing.linalg.dense import smooth_whitening
 from lapwing.linalg.stochastic import Inducing
-from lapwing.methods.inducing.learning import Stochastic, learn_collapsed, learn_stochastic
-from lapwing.methods.inducing.points import (
+from lapwing.methods.inducing_points import (
     STARTS,
     AnchoredCurvature,
     AnchoredRows,
@@ -30,6 +29,7 @@ from lapwing.methods.inducing.points import (
     Placement,
     whitened_rows,
 )
+from lapwing.methods.valla import Stochastic, learn_collapsed, learn_stochastic
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Weights
 from tests import problems

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.inducing import learning as valla_validation_module
-from lapwing.methods.inducing import valla as module
-from lapwing.methods.inducing.learning import COARSE, FINE, Validation
-from lapwing.methods.inducing.points import AnchoredCurvature
+from lapwing.methods import valla as module
+from lapwing.methods.inducing_points import AnchoredCurvature
+from lapwing.methods.valla import COARSE, FINE, Validation
 from lapwing.priors import PerLayer
 from lapwing.runtime.trace import Step
 from tests import problems
@@ -549,15 +548,15 @@ def test_the_prior_variance_is_looked_for_further_out(monkeypatch: pytest.Monkey
     method = lw.VaLLA(5, alpha=1.0, steps=40, learning_rate=0.05)
     score = lambda p: float(p.predict(held_out[0][0]).log_prob(held_out[0][1]).mean())
     fit = lambda: fitted(method, lw.Gaussian(noise_std=0.3), None, data=data, validation=held_out)
-    monkeypatch.setattr(valla_validation_module, "COARSE", (1.0,))
+    monkeypatch.setattr(module, "COARSE", (1.0,))
     wide = fit()
-    monkeypatch.setattr(valla_validation_module, "FINE", (0.95, 1.0, 1.05))
-    monkeypatch.setattr(valla_validation_module, "ROUNDS", 100)
+    monkeypatch.setattr(module, "FINE", (0.95, 1.0, 1.05))
+    monkeypatch.setattr(module, "ROUNDS", 100)
     narrow = fit()
     assert score(narrow) == pytest.approx(score(wide), abs=2e-3)
     assert narrow.trace is not None
     assert narrow.trace.findings == ()
-    monkeypatch.setattr(valla_validation_module, "ROUNDS", 2)
+    monkeypatch.setattr(module, "ROUNDS", 2)
     unfinished = fit()
     assert score(unfinished) < score(wide) - 1e-2
     assert unfinished.trace is not None

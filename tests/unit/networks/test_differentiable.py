@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.inducing.points import Anchors
+from lapwing.methods.inducing_points import Anchors
 from lapwing.networks.network import Network
 from lapwing.priors.base import prior_kernel
 from tests import problems

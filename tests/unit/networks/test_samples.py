@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.data.batches import Data
 from lapwing.data.streams import shuffle_batches
-from lapwing.methods.hfl.hfl import averaged
-from lapwing.methods.hfl.response import Objective
+from lapwing.methods.hfl import averaged
+from lapwing.methods.hfl_response import Objective
 from lapwing.networks.jacobians import Footprint
 from lapwing.networks.network import Network
 from lapwing.tuners.base import evidence_bound

@@ -16,7 +16,7 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.dense import eigh, svd
 from lapwing.methods.base import Conformance, Exactness, Method
 from lapwing.methods.cost import Cost, Work, Workload
-from lapwing.methods.inducing.points import Anchors, BoundedCurvature, Placement, SubspaceCurvature
+from lapwing.methods.inducing_points import Anchors, BoundedCurvature, Placement, SubspaceCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import Problem, Statistics

@@ -1,4 +1,4 @@
-"""Hessian-free Laplace: settings and fit (McInerney & Kallus 2024)."""
+"""HFL, Hessian-free Laplace: posteriors, settings and fit (McInerney & Kallus 2024)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lapwing.linalg.krylov import block_conjugate_gradients
 from lapwing.linalg.operators import Solution, gram_product
 from lapwing.methods.base import Conformance, Exactness, Method
 from lapwing.methods.cost import Cost, Work, Workload
-from lapwing.methods.hfl.response import (
+from lapwing.methods.hfl_response import (
     DENSE,
     TOLERANCE,
     TWIN,
