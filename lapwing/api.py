@@ -54,7 +54,7 @@ from lapwing.training.state import Epoch, TrainingState
 from lapwing.tuners.base import FollowsEvidence, MaximiseEvidence, Tuner, applied, checked_tuner, start_near_optimum
 from lapwing.tuners.fixed_point import SampleEM
 from lapwing.tuners.held_out_data import tuned_on, validated, with_findings
-from lapwing.tuners.mixing import Budget, Integrate, judged, with_bias_noticed
+from lapwing.tuners.mixing import Budget, Integrate, first_outputs, judged, with_bias_noticed
 
 LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
 ROWS = 600  # data that it is computed from, if there are more
@@ -370,6 +370,7 @@ def fit(
         after = tuner if isinstance(tuner, FollowsEvidence) else None
         problem = with_learned_prior(problem, None if after else tuner, batches, generator)
         tuner = after
+    first = first_outputs(problem, batches) if held_out is None else None
     posterior = chosen.fit(problem, batches, generator)
     if posterior.problem.learn_prior and posterior.provides(Posterior.log_evidence):
         posterior = tuned_by(posterior, tuner, batches)
@@ -386,8 +387,7 @@ def fit(
         other = exact_other(posterior, batches, generator) if averaged else None
         others, scales = ((other[0],), (other[1],)) if other else ((), ())
         posterior = Budget(batches, others=others, scales=scales)(posterior)
-    if held_out is None:
-        posterior = with_bias_noticed(posterior, batches)
+    posterior = with_bias_noticed(posterior, batches, first)
     posterior = finished(posterior, batches, held_out, reused.findings)
     fingerprint = Fingerprint.of(posterior.problem.network.model, before)
     return Fitted(posterior, fingerprint, type(chosen).__name__, why, processes, reused.rows)

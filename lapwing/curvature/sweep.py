@@ -379,6 +379,8 @@ class Sweep:
         # The C library returns large memory blocks to the system and maps them again at the next batch, a quarter of
         # the time of a pass. It stops below the largest block that was ever freed, up to 32 MB: so free one.
         torch.empty(min(31 * 2**20, temporary(torch.device("cpu"))), dtype=torch.uint8)
+        readings = self.data.readings
+        take_outputs, readings.take_outputs = readings.take_outputs, None
         batches = self.data.batches(self.label, weighted=True)
         for batch in merge_batches(batches, lambda inputs: network.joined(inputs, n_seeds)):
             _, y = checked_targets(network, likelihood, batch)
@@ -393,6 +395,8 @@ class Sweep:
                 self.weights = batch.weights_of(rows)
                 total += weighted_loss(likelihood, f, targets, self.weights).sum(dtype=torch.float64)
                 count = count + weighted_count(likelihood, f, targets, self.weights)
+                if take_outputs is not None:
+                    take_outputs(f, targets, self.weights)
                 yield tangent, f, targets
                 del tangent  # before the next chunk is computed
             if not math.isfinite(total - before):

@@ -275,6 +275,9 @@ class Readings:
     weighted: bool = False  # whether a batch had weights
     compared: bool = False  # whether the first passes of several processes were compared
     sketching: Sketching | None = None  # the rows of the first complete pass, if they were to be kept
+    take_outputs: Callable[[Tensor, Tensor, Tensor | None], None] | None = (
+        None  # called in the next pass of a curvature
+    )
 
     def add(self, reading: Reading) -> None:
         """Keep the first pass, and how a later one differs from it."""

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.data.inputs import n_rows, named_leaves
@@ -26,7 +27,8 @@ from lapwing.runtime.state import Array, Maybe, PartOf, State, Whole, distinct, 
 
 TRAINING, VALIDATION = 2**16, 2**15  # rows of a sketch, of 8 bytes each
 INPUT_BITS, TARGET_BITS = 40, 22
-WIDTH = 128  # words of a row that are hashed; a wider one is added up to so many
+WIDTH = 2**14  # words of a row that are hashed; a wider one is added up to so many
+SHORT = {torch.bool, torch.uint8, torch.int8, torch.int16}  # whole numbers that float32 holds
 NUMBERS = 2**18  # numbers that are hashed at a time
 TOTAL = 2**53
 LEAST = 0.1  # share of reused rows that is worth a remark
@@ -57,10 +59,11 @@ class RowSketch:
         """Return the sketch of these marks, at most ``size`` of them; a mark that is there twice repeats."""
         marks = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
         marks = marks[_inputs_of(marks) < limit].sort().values
-        keys, place, counts = torch.unique_consecutive(marks >> 1, return_inverse=True, return_counts=True)
-        repeats = counts > 1
-        repeats[place[marks & 1 == 1]] = True
-        marks = (keys << 1) | repeats
+        if bool((marks[1:] >> 1 == marks[:-1] >> 1).any()):
+            keys, place, counts = torch.unique_consecutive(marks >> 1, return_inverse=True, return_counts=True)
+            repeats = counts > 1
+            repeats[place[marks & 1 == 1]] = True
+            marks = (keys << 1) | repeats
         if len(marks) > size:
             limit = int(_inputs_of(marks[size]))
             marks = marks[_inputs_of(marks) < limit]
@@ -158,17 +161,28 @@ class Sketching:
     limit: int = 2**INPUT_BITS
     parts: list[Tensor] = field(default_factory=list)
     kept: int = 0  # marks in ``parts``
-    sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    waiting: int = 0  # rows in ``sums``: many small batches are mixed at once
+    sums: list[Tensor] = field(default_factory=list)  # of the inputs of batches that wait: many are mixed at once
+    targets: list[Tensor] = field(default_factory=list)  # of these batches, unless they have none
+    form: tuple[torch.dtype, torch.Size] | None = None  # the dtype and shape of one target
+    waiting: int = 0  # numbers that wait
     comparable: bool = True  # whether rows of all batches could be hashed
 
     def add(self, inputs: Any, targets: Tensor | None, count: int) -> None:
         """Add the rows of a batch."""
-        sums = _sums(inputs, targets, count) if self.comparable else None
-        if sums is None:
-            self.comparable, self.parts, self.sums = False, [], []
+        sums = _sums(inputs, count) if self.comparable else None
+        if sums is None or (targets is not None and n_rows(targets) != count):
+            self.comparable, self.parts, self.sums, self.targets = False, [], [], []
             return
+        if targets is not None:
+            if self.targets and (targets.dtype, targets.shape[1:]) != (
+                self.targets[0].dtype,
+                self.targets[0].shape[1:],
+            ):
+                self._mix()
+            self.targets.append(targets.clone())  # a loader may use its memory again
+            self.waiting += targets.numel()
         self.sums.append(sums)
+        self.rows += count
         self.waiting += count
         if self.waiting > TRAINING:
             self._mix()
@@ -177,12 +191,13 @@ class Sketching:
         """Turn the rows that wait into marks."""
         if not self.sums:
             return
-        of_inputs, of_targets = (_mixed(torch.cat(each)) for each in zip(*self.sums, strict=True))
+        of_inputs = torch.cat(self.sums)
+        of_targets = _products(torch.cat(self.targets), 20_014).to(of_inputs) if self.targets else of_inputs * 0
+        of_inputs, of_targets = _mixed(of_inputs), _mixed(of_targets)
         joint = _mixed(of_inputs + 31 * of_targets)
         sums = [int((h & (TOTAL - 1)).sum()) for h in (joint, of_inputs)]
         self.totals = ((self.totals[0] + sums[0]) % TOTAL, (self.totals[1] + sums[1]) % TOTAL)
-        self.rows += self.waiting
-        self.sums, self.waiting = [], 0
+        self.sums, self.targets, self.waiting = [], [], 0
         top = _shifted(of_inputs, 64 - INPUT_BITS)
         marks = (top << (TARGET_BITS + 1)) | (_shifted(of_targets, 64 - TARGET_BITS) << 1)
         self.parts.append(marks[top < self.limit].cpu())
@@ -253,51 +268,43 @@ class Remark:
         return DataError(self.text)
 
 
-def _sums(inputs: Any, targets: Tensor | None, count: int) -> tuple[Tensor, Tensor] | None:
-    """Return sums (n,) over inputs and over targets of each sample, to be mixed; None where samples are not rows.
+def _sums(inputs: Any, count: int) -> Tensor | None:
+    """Return a sum (n,) over the inputs of each sample, to be mixed; None where samples are not rows.
 
-    They do not depend on the dtype: numbers are rounded to float32, and 1 is 1.0. Zeros at the end of a row change
+    It does not depend on the dtype: numbers are rounded to float32, and 1 is 1.0. Zeros at the end of a row change
     nothing, so that padding does not.
     """
     leaves = sorted(named_leaves(inputs), key=lambda pair: pair[0])
     tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
     if len(tensors) < len(leaves) or any(t.is_quantized for t in tensors):
         return None
-    rows = [t for t in tensors if n_rows(t) == count]
-    if not rows or (targets is not None and n_rows(targets) != count):
-        return None
-    of_inputs = sum((_products(t, seed) for seed, t in enumerate(rows)), torch.zeros((), dtype=torch.int64))
-    of_targets = torch.zeros_like(of_inputs) if targets is None else _products(targets, 10_007)
-    return of_inputs, of_targets.to(of_inputs.device)
+    sums = [_products(t, 2 * i) for i, t in enumerate(t for t in tensors if n_rows(t) == count)]
+    return reduce(torch.add, sums) if sums else None
 
 
 def _products(t: Tensor, seed: int) -> Tensor:
     """Return the product of the words of each row with fixed random odd numbers, modulo 2⁶⁴: (n,)."""
     t = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
     t = t.reshape(len(t), -1)
-    pattern = _pattern(seed, t.device)[: t.shape[1]]
     parts = [t] if t.numel() <= NUMBERS else t.split(max(1, NUMBERS // t.shape[1]))
-    products = [(_added(_words(part)) * pattern).sum(1) for part in parts]
+    products = [_product(part, seed) for part in parts]
     return products[0] if len(products) == 1 else torch.cat(products)
 
 
-def _words(t: Tensor) -> Tensor:
-    """Return the bits of the numbers in float32 as integers; whole numbers keep what float32 cannot hold."""
-    if t.is_floating_point():
-        return (t.float() + 0.0).view(torch.int32)  # minus zero is zero
-    whole = t.long()
-    near = whole.float()
-    return near.view(torch.int32).long() + (whole - near.double().long()) * 0x1E3779B97F4A7C15
+def _product(t: Tensor, seed: int) -> Tensor:
+    near = t.float() + 0.0  # minus zero is zero
+    words = (F.pad(near, (0, 1)) if t.shape[1] % 2 else near).view(torch.int64)  # of two numbers each
+    product = _times(words, seed)
+    if t.is_floating_point() or t.dtype in SHORT:
+        return product
+    return product + _times(t.long() - near.double().long(), seed + 1)  # what float32 does not hold
 
 
-def _added(words: Tensor) -> Tensor:
-    """Return the words of each row, (n, d), or sums of every 128th word where there are more: (n, 128)."""
-    if words.shape[1] <= WIDTH:
-        return words.long()
-    whole = words.shape[1] // WIDTH * WIDTH
-    sums = words[:, :whole].reshape(len(words), -1, WIDTH).sum(1, dtype=words.dtype)
-    sums[:, : words.shape[1] - whole] += words[:, whole:]
-    return sums.long()
+def _times(words: Tensor, seed: int) -> Tensor:
+    if words.shape[1] > WIDTH:
+        words = torch.stack([F.pad(part, (0, WIDTH - part.shape[1])) for part in words.split(WIDTH, 1)]).sum(0)
+    pattern = _pattern(seed, words.device)[: words.shape[1]]
+    return words @ pattern if words.is_cpu else (words * pattern).sum(1)  # GPUs have no such product of integers
 
 
 @lru_cache(maxsize=64)

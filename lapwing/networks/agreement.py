@@ -45,11 +45,13 @@ def compare(tangent: Tangent, first: bool) -> None:
         network = tangent.network
         few = network.linearise(network.take(tangent.inputs, slice(0, EXAMINED)), tangent.differentiable)
         tangent = few if few.graph.form == tangent.graph.form else tangent
-    if first:
-        _refuse_kept_values(tangent)
     u, c = _directions(tangent)
     with torch.no_grad():
-        off = _differing(_by_rules(tangent, u, c), _by_autograd(tangent, u, c), tangent)
+        expected = _by_autograd(tangent, u, c)
+    if first:
+        _refuse_kept_values(tangent, u[0] * c, expected)
+    with torch.no_grad():
+        off = _differing(_by_rules(tangent, u, c), expected, tangent)
     if off is not None:
         name, gap, allowed = off
         raise ModelError(
@@ -59,7 +61,7 @@ def compare(tangent: Tangent, first: bool) -> None:
         )
 
 
-def _refuse_kept_values(tangent: Tangent) -> None:
+def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, Tensor]) -> None:
     """Raise ``ModelError`` if the outputs follow a parameter by a value that the model keeps from an earlier run.
 
     Then the gradient in the parameter, or the output where the gradient is zero, is another one where other values are
@@ -69,10 +71,6 @@ def _refuse_kept_values(tangent: Tangent) -> None:
     """
     network = tangent.network
     names, plain = network.selection.names, network.plain
-    u, c = _directions(tangent)
-    seed = u[0] * c
-    with torch.no_grad():
-        expected = _by_autograd(tangent, u, c)
 
     def differing(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> str:
         """Return a parameter whose gradient is another one in a run of this model, or ""."""

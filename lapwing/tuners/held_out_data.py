@@ -49,34 +49,9 @@ class HeldOutputs:
     @classmethod
     def of(cls, network: Network, likelihood: Likelihood, data: Data, limit: int | None = None) -> HeldOutputs:
         """Return them by one forward pass, of the first data if there is a limit or all would take too much memory."""
-        exclusive = likelihood.ignores_common_shift
-        rows: list[Tensor] = []
-        most = max(1, NUMBERS // network.output_shape[-1])
-        most = -(-(most if limit is None else min(limit, most)) // data.processes.size)
-        for whole in data.batches(f"outputs for {data.name}", weighted=True):
-            batch = _first(network, whole, most - sum(map(len, rows)))
-            y = named_targets(network, likelihood, batch, data.name)
-            f = network(batch.inputs).double()
-            check_finite(f, "outputs of the network")
-            ignored = likelihood.ignored(y)
-            counts = (~ignored).double()
-            counts = counts if batch.weights is None else counts * spread(batch.weights, counts)
-            if exclusive and y.is_floating_point():
-                counts = counts.amax(-1, keepdim=True)
-            elif exclusive:
-                classes, counts = y.masked_fill(ignored, 0).unsqueeze(-1), counts.unsqueeze(-1)
-                y = torch.zeros_like(f).scatter(-1, classes, 1.0)
-            else:
-                y = y.masked_fill(ignored, 0)
-            parts = [part.flatten(0, -2) for part in (f, y.double(), counts.expand(f.shape))]
-            known = ~ignored.reshape(len(parts[0]), -1).all(1)
-            rows.append(torch.stack(parts, 1)[known].cpu())
-            if sum(map(len, rows)) >= most:
-                break
-        everywhere = data.processes.gather_rows(torch.cat(rows)[:most] if rows else None)
-        assert everywhere is not None
-        f, y, counts = everywhere.unbind(1)
-        return cls(f, y, counts, exclusive)
+        first = FirstOutputs(likelihood, network.output_shape[-1], data, limit)
+        first.read(network, data)
+        return first.value()
 
     def without(self, rows: Tensor) -> HeldOutputs:
         """Return the others than these rows, given as a mask."""
@@ -87,6 +62,58 @@ class HeldOutputs:
         """The mean squared residual of each output, (C,)."""
         squares = (self.counts * (self.f - self.y).square()).sum(0) / self.counts.sum(0).clamp_min(LEAST_NOISE)
         return squares.clamp_min(LEAST_NOISE * squares.max())
+
+
+class FirstOutputs:
+    """The first outputs of a pass over data, with their targets, until there are enough; at most ``limit``."""
+
+    def __init__(self, likelihood: Likelihood, outputs: int, data: Data, limit: int | None = None) -> None:
+        most = max(1, NUMBERS // outputs)
+        most = most if limit is None else min(limit, most)
+        self._most = self.missing = -(-most // data.processes.size)  # rows of this process
+        self._likelihood, self._processes, self._rows = likelihood, data.processes, list[Tensor]()
+
+    @property
+    def begun(self) -> bool:
+        """Whether some were added."""
+        return bool(self._rows)
+
+    def read(self, network: Network, data: Data) -> None:
+        """Add the outputs of the network by a forward pass over as much data as is missing."""
+        for batch in data.batches(f"outputs for {data.name}", weighted=True):
+            batch = _first(network, batch, self.missing)
+            self.add(network(batch.inputs), named_targets(network, self._likelihood, batch, data.name), batch.weights)
+            if not self.missing:
+                break
+
+    def add(self, f: Tensor, y: Tensor, weights: Tensor | None) -> None:
+        """Add outputs and checked targets of some samples, with their weights."""
+        if not self.missing:
+            return
+        few, likelihood = slice(self.missing), self._likelihood
+        f, y = f[few].detach().double(), y[few]
+        check_finite(f, "outputs of the network")
+        ignored = likelihood.ignored(y)
+        counts = (~ignored).double()
+        counts = counts if weights is None else counts * spread(weights[few], counts)
+        if likelihood.ignores_common_shift and y.is_floating_point():
+            counts = counts.amax(-1, keepdim=True)
+        elif likelihood.ignores_common_shift:
+            classes, counts = y.masked_fill(ignored, 0).unsqueeze(-1), counts.unsqueeze(-1)
+            y = torch.zeros_like(f).scatter(-1, classes, 1.0)
+        else:
+            y = y.masked_fill(ignored, 0)
+        parts = [part.flatten(0, -2) for part in (f, y.double(), counts.expand(f.shape))]
+        known = ~ignored.reshape(len(parts[0]), -1).all(1)
+        self._rows.append(torch.stack(parts, 1)[known].cpu())
+        self.missing = max(0, self.missing - len(self._rows[-1]))
+
+    def value(self) -> HeldOutputs:
+        """Return the outputs of all processes."""
+        everywhere = self._processes.gather_rows(torch.cat(self._rows)[: self._most] if self._rows else None)
+        assert everywhere is not None
+        f, y, counts = everywhere.unbind(1)
+        return HeldOutputs(f, y, counts, self._likelihood.ignores_common_shift)
 
 
 def _first(network: Network, batch: Batch, count: int) -> Batch:
@@ -201,19 +228,23 @@ def biases(held: HeldOutputs, likelihood: Likelihood) -> tuple[Bias, ...]:
     count = held.counts.sum(0)
     if not directions.shape[1] or not bool((count > 0).all()):
         return ()
+    frequency = (held.counts * held.y).sum(0) / count
+
+    def odds_at(heat: float) -> tuple[Tensor, Tensor]:
+        """Return by how much the log-odds of the mean probability are off, and which of them clearly."""
+        p = logits.probabilities(none, heat)
+        mean, error = (held.counts * p).sum(0) / count, (held.counts * p * (1 - p)).sum(0).sqrt() / count
+        odds, gap = torch.logit(mean, LEAST) - torch.logit(frequency, LEAST), (mean - frequency).abs()
+        return odds, (gap > error.clamp_min(LEAST) * ERRORS) & (gap > GAP) & (odds.abs() > math.log(ODDS))
+
+    gaps, clear = odds_at(0.0)
+    if not bool(clear.any()):
+        return ()
     heat = logits.most_probable(directions[:, :0], 1.0).heat
     if heat < math.log(EARLY):
         return ()
-    frequency = (held.counts * held.y).sum(0) / count
-    gaps, clear = none, torch.ones_like(none, dtype=torch.bool)
-    for each in (0.0, heat):
-        p = logits.probabilities(none, each)
-        mean, error = (held.counts * p).sum(0) / count, (held.counts * p * (1 - p)).sum(0).sqrt() / count
-        odds = torch.logit(mean, LEAST) - torch.logit(frequency, LEAST)
-        same = (gaps == 0) | (gaps.sign() == odds.sign())
-        gaps = odds if each == 0 else gaps
-        wide = ((mean - frequency).abs() > error.clamp_min(LEAST) * ERRORS) & ((mean - frequency).abs() > GAP)
-        clear &= wide & same & (odds.abs() > math.log(ODDS))
+    odds, clear_too = odds_at(heat)
+    clear &= clear_too & ((gaps == 0) | (gaps.sign() == odds.sign()))
     if not bool(clear.any()):
         return ()
     best = logits.most_probable(directions, max(WIDTHS))

@@ -17,7 +17,7 @@ from lapwing.likelihoods.base import Likelihood, spread
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior
 from lapwing.predictives.base import log_density
-from lapwing.problem import checked_targets
+from lapwing.problem import Problem, checked_targets
 from lapwing.runtime.memory import fitting
 from lapwing.runtime.settings import (
     DATA,
@@ -35,7 +35,16 @@ from lapwing.runtime.threads import warn_caller
 from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import required_data
 from lapwing.tuners.held_out import FEW_POINTS, CellGrid, counted_scores, mean_score
-from lapwing.tuners.held_out_data import CERTAIN, WIDTHS, HeldOutputs, Offset, biases, learned_offset, refitted_noise
+from lapwing.tuners.held_out_data import (
+    CERTAIN,
+    WIDTHS,
+    FirstOutputs,
+    HeldOutputs,
+    Offset,
+    biases,
+    learned_offset,
+    refitted_noise,
+)
 
 PLAIN = 0.3  # prior probability of the network without error bars
 PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
@@ -245,16 +254,31 @@ def judged(posterior: Any, data: Data) -> Any:
     return posterior.with_trace(replace(trace, scores=scores, scored_on="training"))
 
 
-def with_bias_noticed(posterior: Any, data: Data) -> Any:
+def first_outputs(problem: Problem, data: Data) -> FirstOutputs | None:
+    """Have the next pass over the training data keep what ``with_bias_noticed`` looks at, the outputs at 700 of them.
+
+    None for likelihoods whose outputs have no such bias.
+    """
+    likelihood, outputs = problem.likelihood, problem.network.output_shape[-1]
+    if not likelihood.takes_offset:
+        return None
+    points = fitting(POINTS, ROW * outputs, torch.device("cpu"), 0.5)
+    first = FirstOutputs(likelihood, outputs, data, points)
+    data.readings.take_outputs = first.add
+    return first
+
+
+def with_bias_noticed(posterior: Any, data: Data, first: FirstOutputs | None) -> Any:
     """Return the posterior with a remark, and warn, if the network predicts clearly too many or too few of a class.
 
-    Cost: a forward pass over at most 700 training data, or as many as fit into the memory of a call.
+    Cost: next to nothing; for a method without a pass of its own, a forward pass over ``first`` training data.
     """
-    network, likelihood = posterior.problem.network, posterior.problem.likelihood
-    if not likelihood.takes_offset:
+    if first is None:
         return posterior
-    points = fitting(POINTS, ROW * network.output_shape[-1], torch.device("cpu"), 0.5)
-    found = biases(HeldOutputs.of(network, likelihood, data, points), likelihood)
+    likelihood = posterior.problem.likelihood
+    if not first.begun:
+        first.read(posterior.problem.network, data)
+    found = biases(first.value(), likelihood)
     if not found:
         return posterior
     what, weights = ("class", "class_weights") if likelihood.ignores_common_shift else ("label", "pos_weight")
