@@ -1040,7 +1040,8 @@ class Fitted:
     def _predictive(self, x: Inputs, samples: int | None) -> Predictive:
         """Return the predictive of one batch."""
         x = self._checked(x, slopes=True)
-        return as_images(self.posterior.predict(x, samples), self.network.image_form(x))
+        predictive, form = self.posterior.predict(x, samples), self.network.image_form(x)
+        return predictive if form is None else as_images(predictive, form)
 
     def _as_images(self, samples: Tensor, x: Inputs) -> Tensor:
         """Return sampled outputs of pixels at x in the form of images; as they are without images."""

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, ModelError, UnsupportedError
-from lapwing.predictives.views import by_pixels
+from lapwing.predictives.views import as_images
 from lapwing.runtime.state import Either, Flag, Later, ListOf, Real, State, state_of, values_from
 from lapwing.values.functions import FunctionSamples
-from lapwing.values.gaussian import FunctionGaussian
+from lapwing.values.gaussian import FunctionGaussian, pixel_belief
 
 LOSS_WEIGHTS = ("class_weights", "pos_weight")  # settings that weight the loss
 OFFSET = Later(Either(Real(), ListOf(Real(), 1), ListOf(Real(), "C")))  # of logits, in files
 S = TypeVar("S", bound="LogitLikelihood")
 B = TypeVar("B", FunctionGaussian, FunctionSamples)
+
+
+def _takes_images(predict: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method ``predict(self, belief)`` of a likelihood, made to take beliefs about images too."""
+
+    @wraps(predict)
+    def predict_images(self: Likelihood, belief: FunctionGaussian) -> Any:
+        if belief.form is None:
+            return predict(self, belief)
+        return as_images(predict(self, pixel_belief(belief)), belief.form)
+
+    return predict_images
 
 
 @runtime_checkable
@@ -34,7 +46,7 @@ class Likelihood(Protocol):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "predict" in vars(cls):  # here, so that no class can forget it
-            cls.predict = by_pixels(cls.predict)  # type: ignore[assignment, method-assign]
+            cls.predict = _takes_images(cls.predict)  # type: ignore[method-assign]
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the targets in the shape and dtype that the other methods take; raise if they do not fit ``f``."""

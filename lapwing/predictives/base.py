@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,65 +14,11 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.predictives.scores import ClassScoring, LabelScoring, NumberScoring, Scoring
+from lapwing.runtime.memory import gathered, runs
 from lapwing.runtime.settings import PROBABILITY, TENSOR, integer, seen
-from lapwing.runtime.threads import classes
+from lapwing.runtime.threads import classes, uniform
 
-
-def log_density(z: Tensor, degrees: float) -> Tensor:
-    """Return the log-density of the standard Student distribution; of the normal one for infinite degrees."""
-    if degrees == math.inf:
-        return -0.5 * (z.square() + math.log(2 * math.pi))
-    constant = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
-    return constant - (degrees + 1) / 2 * torch.log1p(z.square() / degrees)
-
-
-def cdf(z: Tensor, degrees: float) -> Tensor:
-    r"""Return the cumulative probability; degrees are an even number, for which it is a finite sum, or infinite.
-
-    With $\theta = \arctan(z/\sqrt\nu)$: $P(|Z| < z) = \sin\theta\,(1 + \tfrac12 \cos^2\theta + \tfrac{1\cdot3}{2\cdot4}
-    \cos^4\theta + \dots)$, ν/2 terms (Abramowitz and Stegun 26.7.4).
-    """
-    if degrees == math.inf:
-        return torch.special.ndtr(z)
-    value = z.double()
-    sine, cosine2 = value / (degrees + value.square()).sqrt(), degrees / (degrees + value.square())
-    term = total = torch.ones_like(value)
-    for k in range(1, int(degrees) // 2):
-        term = term * cosine2 * (2 * k - 1) / (2 * k)
-        total = total + term
-    return (0.5 + 0.5 * sine * total).to(z.dtype)
-
-
-def quantile(cdf: Callable[[Tensor], Tensor], level: float, centre: Tensor, width: Tensor) -> Tensor:
-    """Return y with cdf(y) = level, by doubling a bracket around ``centre`` and then bisecting it to rounding."""
-    PROBABILITY.check("level", level)
-    low, high = centre - width, centre + width
-    for _ in range(200):
-        short, long = cdf(low) > level, cdf(high) < level
-        if not bool((short | long).any()):
-            break
-        low = torch.where(short, centre - 2 * (centre - low), low)
-        high = torch.where(long, centre + 2 * (high - centre), high)
-    for _ in range(60 if centre.dtype == torch.float64 else 30):
-        middle = 0.5 * (low + high)
-        below = cdf(middle) < level
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return 0.5 * (low + high)
-
-
-def whole_quantile(cdf: Callable[[Tensor], Tensor], level: float, reach: Tensor) -> Tensor:
-    """Return the smallest whole numbers, up to ``reach``, whose cumulative probability is at least ``level``."""
-    PROBABILITY.check("level", level)
-    low, high = torch.zeros_like(reach), reach.ceil()
-    for _ in range(int(high.max().log2().item()) + 2):
-        middle = ((low + high) / 2).floor()
-        enough = cdf(middle) >= level
-        high = torch.where(enough, middle, high)
-        low = torch.where(enough, low, middle + 1).minimum(high)
-    return high
-
-
-SUM = 1e-3  # by which the sum of a row of soft targets may differ from one: targets in half precision are coarse
+P = TypeVar("P", bound="Predictive")
 
 
 class Predictive:
@@ -349,6 +296,118 @@ class NumberPredictive(Predictive):
     @property
     def scoring(self) -> NumberScoring:
         return NumberScoring()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mixture(Predictive, Generic[P]):
+    """An average of predictives of the same inputs.
+
+    Args:
+        components: The predictives.
+        weights: Their weights (K,), which sum to one.
+    """
+
+    components: tuple[P, ...]
+    weights: Tensor
+
+    def each(self, part: Callable[[P], Tensor]) -> Tensor:
+        """Return a part of every component, (K, ...)."""
+        return torch.cat(self._values(part))
+
+    def _values(self, part: Callable[[P], Tensor]) -> list[Tensor]:
+        """Return a part of the components, (k, B, ...) each: K leading entries together."""
+        return [part(component).unsqueeze(0) for component in self.components]
+
+    def average(self, part: Callable[[P], Tensor]) -> Tensor:
+        """Return Σ w_k v_k of a part v of the components."""
+        return self._over_inputs(part, lambda v: (self.weights.to(v).reshape(-1, *[1] * (v.ndim - 1)) * v).sum(0))
+
+    def log_average(self, part: Callable[[P], Tensor]) -> Tensor:
+        """Return log Σ w_k exp(v_k) of a part v of the components."""
+        weights = lambda v: self.weights.log().to(v).reshape(-1, *[1] * (v.ndim - 1))
+        return self._over_inputs(part, lambda v: torch.logsumexp(v + weights(v), 0))
+
+    def _over_inputs(self, part: Callable[[P], Tensor], summed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return a sum over the components (K, B, ...), for as many inputs at a time as fit the byte budget."""
+        values = self._values(part)
+        first, each = values[0], 3 * len(self.weights) * values[0].element_size()
+        if first.ndim == 1 or not first.numel():
+            return summed(torch.cat(values))
+        some = runs(first.shape[1], each * first[0, 0].numel(), first.device)
+        return gathered((summed(torch.cat([v[:, rows] for v in values])) for rows in some), first.shape[1])
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        return self.log_average(lambda component: component.log_prob(y))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws, (n, B, [T,] C): for each input a component, then a draw from it."""
+        integer().check("n", n)
+        mean = self.mean
+        edges = self.weights.to(mean.device).cumsum(0)[:-1].contiguous()
+        cells = torch.searchsorted(edges, uniform((n, *mean.shape[:-1]), generator, mean).to(edges), right=True)
+        out = torch.zeros((n, *mean.shape), dtype=mean.dtype, device=mean.device)
+        for k, component in enumerate(self.components):
+            chosen = cells == k
+            if bool(chosen.any()):
+                out = torch.where(chosen.unsqueeze(-1), component.sample(n, generator), out)
+        return out
+
+
+def log_density(z: Tensor, degrees: float) -> Tensor:
+    """Return the log-density of the standard Student distribution; of the normal one for infinite degrees."""
+    if degrees == math.inf:
+        return -0.5 * (z.square() + math.log(2 * math.pi))
+    constant = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
+    return constant - (degrees + 1) / 2 * torch.log1p(z.square() / degrees)
+
+
+def cdf(z: Tensor, degrees: float) -> Tensor:
+    r"""Return the cumulative probability; degrees are an even number, for which it is a finite sum, or infinite.
+
+    With $\theta = \arctan(z/\sqrt\nu)$: $P(|Z| < z) = \sin\theta\,(1 + \tfrac12 \cos^2\theta + \tfrac{1\cdot3}{2\cdot4}
+    \cos^4\theta + \dots)$, ν/2 terms (Abramowitz and Stegun 26.7.4).
+    """
+    if degrees == math.inf:
+        return torch.special.ndtr(z)
+    value = z.double()
+    sine, cosine2 = value / (degrees + value.square()).sqrt(), degrees / (degrees + value.square())
+    term = total = torch.ones_like(value)
+    for k in range(1, int(degrees) // 2):
+        term = term * cosine2 * (2 * k - 1) / (2 * k)
+        total = total + term
+    return (0.5 + 0.5 * sine * total).to(z.dtype)
+
+
+def quantile(cdf: Callable[[Tensor], Tensor], level: float, centre: Tensor, width: Tensor) -> Tensor:
+    """Return y with cdf(y) = level, by doubling a bracket around ``centre`` and then bisecting it to rounding."""
+    PROBABILITY.check("level", level)
+    low, high = centre - width, centre + width
+    for _ in range(200):
+        short, long = cdf(low) > level, cdf(high) < level
+        if not bool((short | long).any()):
+            break
+        low = torch.where(short, centre - 2 * (centre - low), low)
+        high = torch.where(long, centre + 2 * (high - centre), high)
+    for _ in range(60 if centre.dtype == torch.float64 else 30):
+        middle = 0.5 * (low + high)
+        below = cdf(middle) < level
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return 0.5 * (low + high)
+
+
+def whole_quantile(cdf: Callable[[Tensor], Tensor], level: float, reach: Tensor) -> Tensor:
+    """Return the smallest whole numbers, up to ``reach``, whose cumulative probability is at least ``level``."""
+    PROBABILITY.check("level", level)
+    low, high = torch.zeros_like(reach), reach.ceil()
+    for _ in range(int(high.max().log2().item()) + 2):
+        middle = ((low + high) / 2).floor()
+        enough = cdf(middle) >= level
+        high = torch.where(enough, middle, high)
+        low = torch.where(enough, low, middle + 1).minimum(high)
+    return high
+
+
+SUM = 1e-3  # by which the sum of a row of soft targets may differ from one: targets in half precision are coarse
 
 
 def is_soft(y: Any, like: Tensor) -> bool:

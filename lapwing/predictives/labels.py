@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +14,22 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from lapwing.errors import UnsupportedError
-from lapwing.predictives.base import ClassPredictive, MultilabelPredictive, checked_labels, checked_numbers, is_soft
-from lapwing.predictives.mixture import BinaryMixture, ClassMixture
+from lapwing.predictives.base import (
+    ClassPredictive,
+    LabelPredictive,
+    Mixture,
+    MultilabelPredictive,
+    checked_labels,
+    checked_numbers,
+    is_soft,
+)
 from lapwing.runtime.memory import gathered, runs
 from lapwing.runtime.settings import integer
 from lapwing.runtime.threads import uniform
 from lapwing.values.functions import FunctionSamples
 from lapwing.values.gaussian import FunctionGaussian, by_inputs, normal_nodes, psd_root
+
+P = TypeVar("P", bound=LabelPredictive)
 
 LOGISTIC = 3 / math.pi**2  # one over the variance of the standard logistic distribution
 PAIRED = 256  # classes up to which the covariance of each pair of logits is used
@@ -127,6 +137,49 @@ def _zero_sum_basis(outputs: int) -> Tensor:
     v = torch.full((outputs,), outputs**-0.5, dtype=torch.float64)
     v[-1] += 1
     return (torch.eye(outputs, dtype=torch.float64) - torch.outer(v, v) / v[-1])[:, :-1]
+
+
+class LabelMixture(Mixture[P], LabelPredictive):
+    """An average of predictives of labels."""
+
+    @cached_property
+    def integrated_probs(self) -> Tensor:
+        return self.average(lambda component: component.integrated_probs)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        return self.average(lambda component: component.aleatoric)
+
+
+class ClassMixture(ClassPredictive, LabelMixture[ClassPredictive]):
+    """A mixture of predictives of a class.
+
+    Args:
+        components: Predictives with ``log_probs`` (K, B, C), such as ``SoftmaxPredictive``; together they have as many
+            leading entries as there are weights.
+        weights: Their weights (K,), which sum to one.
+    """
+
+    def _values(self, part: Callable[[ClassPredictive], Tensor]) -> list[Tensor]:
+        return [part(component) for component in self.components]
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        return self.log_average(lambda component: component.log_probs)
+
+
+class BinaryMixture(LabelMixture[MultilabelPredictive], MultilabelPredictive):
+    """A mixture of predictives of one binary label or many.
+
+    The labels of one input depend on each other through the mixture: ``log_prob`` mixes their joint probabilities.
+    """
+
+    @cached_property
+    def probs(self) -> Tensor:
+        return self.average(lambda component: component.probs)
+
+    def known_log_prob(self, y: Tensor, known: Tensor) -> Tensor:
+        return self.log_average(lambda component: component.known_log_prob(y, known))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

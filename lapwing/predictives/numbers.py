@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +22,145 @@ from torch.distributions import (
 )
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.predictives.base import NumberPredictive, cdf, checked_numbers, quantile, whole_quantile
-from lapwing.predictives.mixture import CountMixture, DensityMixture
+from lapwing.predictives.base import (
+    Mixture,
+    NumberPredictive,
+    cdf,
+    checked_numbers,
+    log_density,
+    quantile,
+    whole_quantile,
+)
 from lapwing.predictives.scores import NumberScoring
 from lapwing.runtime.settings import PROBABILITY, integer
 from lapwing.runtime.threads import normal, poisson
 from lapwing.values.gaussian import FunctionGaussian, by_inputs, normal_nodes
+
+P = TypeVar("P", bound=NumberPredictive)
+
+REACH = 14.0  # sinh(14) standard deviations on either side of the mean: nothing is beyond, for Student tails either
+NODES = 512  # of the entropy's integral
+DRAWS = 2048  # for the entropy of several outputs
+
+
+class NumberMixture(Mixture[P], NumberPredictive):
+    """An average of predictives of numbers."""
+
+    @property
+    def distribution(self) -> Distribution:
+        return NumberDistribution(self)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return self.average(lambda component: component.mean)
+
+    @cached_property
+    def epistemic_variance(self) -> Tensor:
+        return self.average(lambda each: each.epistemic_variance + (each.mean - self.mean).square())
+
+    @cached_property
+    def aleatoric_variance(self) -> Tensor:
+        return self.average(lambda component: component.aleatoric_variance)
+
+    @property
+    def known_entropy(self) -> Tensor:
+        return self.average(lambda component: component.known_entropy)
+
+
+class DensityMixture(NumberMixture["NormalPredictive | StudentPredictive"]):
+    """A mixture of densities."""
+
+    @cached_property
+    def _families(self) -> list[tuple[float, Tensor, Tensor, Tensor]]:
+        """Degrees, log-weights (k, 1, 1), means and widths (k, B, C) of the components with the same degrees."""
+        families = []
+        for degrees in dict.fromkeys(component.degrees for component in self.components):
+            chosen = [i for i, component in enumerate(self.components) if component.degrees == degrees]
+            means = torch.stack([self.components[i].mean for i in chosen])
+            widths = torch.stack([self.components[i].width for i in chosen])
+            log_weights = self.weights[chosen].log().to(means).reshape(-1, *[1] * (means.ndim - 1))
+            families.append((degrees, log_weights, means, widths))
+        return families
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        if self.mean.shape[-1] > 1:
+            return super().log_prob(y)
+        y = checked_numbers(y, self.mean, one=False)
+        each = [
+            log_weights + log_density((y - means) / widths, degrees) - widths.log()
+            for degrees, log_weights, means, widths in self._families
+        ]
+        return torch.logsumexp(torch.cat(each), 0).squeeze(-1)
+
+    def cdf(self, y: Tensor | float) -> Tensor:
+        y = checked_numbers(y, self.mean)
+        each = [w.exp() * cdf((y - means) / widths, degrees) for degrees, w, means, widths in self._families]
+        return torch.cat(each).sum(0)
+
+    def quantile(self, level: float) -> Tensor:
+        return quantile(self.cdf, level, self.mean, self.std)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """The entropy of y in nats, (B,): an integral for one output, a seeded average over draws for several."""
+        if self.mean.shape[-1] > 1:
+            draws = self.sample(DRAWS, torch.Generator().manual_seed(0))
+            return -torch.stack([self.log_prob(y) for y in draws]).mean(0)
+        steps = torch.linspace(-REACH, REACH, NODES, dtype=torch.float64, device=self.mean.device)
+        total = torch.zeros(self.mean.shape[:-1], dtype=torch.float64, device=self.mean.device)
+        for v in steps:  # y = mean + std sinh(v): a trapezoidal rule that reaches far into the tails
+            log_p = self.log_prob(self.mean + self.std * torch.sinh(v)).double()
+            total -= log_p.exp() * log_p * torch.cosh(v) * (steps[1] - steps[0])
+        return (total * self.std.squeeze(-1).double()).to(self.mean)
+
+
+class CountMixture(NumberMixture["CountPredictive"]):
+    """A mixture of predictives of counts."""
+
+    def cdf(self, y: Tensor | float) -> Tensor:
+        return self.average(lambda component: component.cdf(y))
+
+    def quantile(self, level: float) -> Tensor:
+        reach = self.each(lambda component: component.reach(20)).amax(0)
+        return whole_quantile(self.cdf, level, reach).to(self.mean)
+
+    @property
+    def scoring(self) -> NumberScoring:
+        return NumberScoring(discrete=True)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """The entropy of the counts, each output by itself, in nats, summed over outputs, (B,)."""
+        top = max(component.top_count() for component in self.components)
+        log_p = self.log_average(lambda component: component.log_probs_to(top))
+        return -(log_p.exp() * log_p).sum((-1, -2)).to(self.mean)
+
+
+class NumberDistribution(Distribution):
+    """A predictive of numbers as a ``torch.distributions`` object, jointly over the outputs of an input."""
+
+    def __init__(self, predictive: NumberPredictive) -> None:
+        self.predictive = predictive
+        shape = predictive.mean.shape
+        super().__init__(shape[:-1], shape[-1:], validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.predictive.mean
+
+    @property
+    def variance(self) -> Tensor:
+        return self.predictive.variance
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self.predictive.log_prob(value)
+
+    def sample(self, sample_shape: Iterable[int] = ()) -> Tensor:
+        shape = torch.Size(sample_shape)
+        return self.predictive.sample(max(1, shape.numel())).reshape(*shape, *self.mean.shape)
+
+    def entropy(self) -> Tensor:
+        return self.predictive.entropy
 
 
 @dataclass(frozen=True, eq=False, repr=False)

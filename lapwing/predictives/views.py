@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,13 +26,12 @@ from lapwing.predictives.base import (
     given_tensor,
 )
 from lapwing.predictives.labels import AveragedClasses
-from lapwing.predictives.mixture import MixtureDistribution
+from lapwing.predictives.numbers import NumberDistribution
 from lapwing.predictives.scores import NumberScoring
 from lapwing.runtime.state import on_device, rebuilt
-from lapwing.values.gaussian import Deferred, FunctionGaussian, ImageForm, pixel_belief
+from lapwing.values.gaussian import Deferred, FunctionGaussian, ImageForm
 
 P = TypeVar("P", bound=Predictive)
-L = TypeVar("L")  # a likelihood
 T = TypeVar("T")
 
 
@@ -178,7 +177,7 @@ class NumberView(View[NumberPredictive], NumberPredictive):
 
     @property
     def distribution(self) -> Distribution:
-        return MixtureDistribution(self) if self.form is None else self.pixels.distribution
+        return NumberDistribution(self) if self.form is None else self.pixels.distribution
 
     @property
     def scoring(self) -> NumberScoring:
@@ -206,22 +205,9 @@ def view_of(predictive: Predictive) -> type[View[Any]] | None:
     return next((view for member, view in VIEWS.items() if hasattr(type(predictive), member)), None)
 
 
-def as_images(pixels: Any, form: ImageForm | None) -> Any:
-    """Return a predictive of pixels (B, H W, C) as one of images; as it is without a form."""
-    if form is None:
-        return pixels
+def as_images(pixels: Any, form: ImageForm) -> View[Any]:
+    """Return a predictive of pixels (B, H W, C) as one of images."""
     return replace(pixels, form=form) if isinstance(pixels, View) else (view_of(pixels) or NumberView)((pixels,), form)
-
-
-def by_pixels(predict: Callable[[L, FunctionGaussian], Any]) -> Callable[[L, FunctionGaussian], Any]:
-    """Return the method ``predict(self, belief)`` of a likelihood, made to take beliefs about images too."""
-
-    @wraps(predict)
-    def predict_images(self: L, belief: FunctionGaussian) -> Any:
-        form = belief.form
-        return as_images(predict(self, belief if form is None else pixel_belief(belief)), form)
-
-    return predict_images
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -293,10 +279,9 @@ def concat_batches(predictives: Iterable[Predictive], device: torch.device) -> P
             nbytes += storage.nbytes if covariances else 0
         if covariances and nbytes > KEPT:  # no covariance is kept from now on
             parts = [] if kind is ClassView else [_Storage(slabs, False).copy(part) for part in parts]
-    if kind is AveragedClasses:
-        return as_images(AveragedClasses.concat(parts), form)
-    if kind is ClassView:
-        return as_images(ClassesOfBatches(concat_rows(logs), tuple(parts)), form)
+    if kind in (AveragedClasses, ClassView):
+        classes = AveragedClasses.concat(parts) if not logs else ClassesOfBatches(concat_rows(logs), tuple(parts))
+        return classes if form is None else as_images(classes, form)
     return (LabelView if kind is LabelView else NumberView)(tuple(parts), form)
 
 

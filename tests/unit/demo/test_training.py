@@ -22,8 +22,7 @@ from lapwing.demo.training import (
     scores,
     train_mlp,
 )
-from lapwing.predictives.mixture import DensityMixture
-from lapwing.predictives.numbers import NormalPredictive, StudentPredictive
+from lapwing.predictives.numbers import DensityMixture, NormalPredictive, StudentPredictive
 from lapwing.values.gaussian import FunctionGaussian
 
 # The training that experiments share.

@@ -24,7 +24,6 @@ BELIEF = FunctionGaussian(MEAN, 0.5 * torch.eye(3).double().expand(6, 10, 3, 3))
 
 def test_the_contract_of_the_pixels_is_that_of_the_images() -> None:
     flat = Categorical().predict(BELIEF)
-    assert as_images(flat, None) is flat
     assert isinstance(as_images(flat, FORM), ClassView)
     assert isinstance(as_images(Bernoulli().predict(BELIEF), FORM), LabelView)
     assert isinstance(as_images(NormalPredictive(BELIEF, torch.ones_like(MEAN)), FORM), NumberView)
