@@ -423,7 +423,7 @@ class Case:
     features: Tensor
     targets: Tensor
     prior: Tensor | None
-    linear_general_noise: Tensor | None
+    noise: Tensor | None
     exact: General
 
     def fit(self, **settings: Any) -> lw.linear.LinearPosterior:
