@@ -18,7 +18,7 @@ from lapwing.registry import METHODS
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.conformance.declared import LAWFUL, SMALL, lawful_entries, small_method
-from tests.tolerances import SOLVED, assert_close
+from tests.tolerances import SOLVED, assert_close, assert_near
 
 D = torch.float64
 TOTAL, INPUTS, CLASSES = 10, 4, 3
@@ -171,9 +171,48 @@ def test_a_file_gives_the_same_posterior_or_is_refused(name: str, tmp_path: Path
     else:
         loaded = problems.unchanged(model, lambda: lw.load(path, model))
         same(loaded, posterior)
+        if posterior.posterior.provides(Posterior.log_evidence):
+            assert_close(loaded.log_evidence(), posterior.log_evidence(), SOLVED)
+        if name in LAWFUL:
+            same(loaded.with_prior(30.0), posterior.with_prior(30.0))
         one, two = (everything(p, NEW, torch.Generator().manual_seed(5)) for p in (loaded, posterior))
         for a, b in zip(one, two, strict=True):
             assert_close(a, b, SOLVED)
+
+
+@pytest.mark.parametrize("part", [[2], [4, 0], [1, 1, 3]])
+def test_functions_are_the_same_wherever_they_are_looked_at(name: str, part: list[int]) -> None:
+    """At other inputs, in other batches, in another order; and an input twice is the same input."""
+    posterior, seeded = standard(name), lambda: torch.Generator().manual_seed(5)
+    if name == "fmgp" or not posterior.posterior.provides(Posterior.function_samples):
+        return  # the functions of FMGP are drawn at the inputs of one call
+    whole = posterior.function_samples(NEW, 2, seeded())
+    assert_close(posterior.function_samples(NEW[part], 2, seeded()), whole[:, part], SOLVED)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_gradients_that_are_off_make_no_difference(name: str, around: Callable[[], Any]) -> None:
+    model, generator = net(), torch.Generator().manual_seed(7)
+    method = small_method(name, model)
+    with around():
+        posterior = lw.fit(model, [(X, Y)], "classification", method=method, prior=1e3, generator=generator)
+        quiet = everything(posterior, NEW.clone(), torch.Generator().manual_seed(5))
+    for a, b in zip(quiet, everything(standard(name), NEW, torch.Generator().manual_seed(5)), strict=True):
+        assert_close(a.clone(), b, SOLVED)
+
+
+def test_float32_is_near_float64(name: str) -> None:
+    """But where weights are trained from random numbers, which the dtype of the network decides."""
+    if name in ("ensemble", "swag", "ivon"):
+        return
+    model = net().float()
+    data, generator = [(X.float(), Y)], torch.Generator().manual_seed(7)
+    method = small_method(name, model)
+    narrow = lw.fit(model, data, "classification", method=method, prior=1e3, generator=generator)
+    belief, wide = narrow.functions(NEW.float()), standard(name).functions(NEW)
+    assert belief.mean.dtype == belief.cov.dtype == torch.float32
+    assert_near(belief.mean, wide.mean, 1e-4)
+    assert float((belief.cov - wide.cov).norm()) <= 0.02 * float(wide.cov.norm())
 
 
 def test_the_model_and_the_global_generator_are_unchanged(name: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.methods.base import Method
-from lapwing.registry import METHODS
+from lapwing.registry import METHODS, named
 from tests.conformance import declared
 
 PAGES = Path(__file__).parents[2] / "docs" / "methods"
@@ -47,6 +47,11 @@ def test_a_new_method_is_tried_without_a_line_of_test(monkeypatch: pytest.Monkey
     assert "declared" in declared.lawful_entries()
     assert "undeclared" not in declared.exact_entries()
     assert declared.skipped("exact", "undeclared") == ""  # so that the first test of this file fails
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_name_stands_for_the_method_with_its_default_settings(name: str) -> None:
+    assert named("method", name) == METHODS[name]()
 
 
 @pytest.mark.parametrize("name", METHODS)

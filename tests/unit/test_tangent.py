@@ -264,24 +264,6 @@ def test_what_does_not_fit_streams() -> None:
         assert isinstance(built("token_level", "categorical", False), DenseTangent)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_the_model_is_not_changed(streamed: bool) -> None:
-    model = BY_NAME["resnet_batchnorm"].build()
-    case = BY_NAME["resnet_batchnorm"]
-
-    def run() -> None:
-        network = Network.build(model, case.batch(6))
-        data = Data(problems.batches(case), CPU)
-        tangent = StreamedTangent(network, lw.Categorical(), data)
-        tangent = tangent if streamed else tangent_model(network, lw.Categorical(), data)  # type: ignore[assignment]
-        delta, v = vectors(network.selection.size, 2)
-        tangent.gradient(delta)
-        tangent.products(delta, v[None])
-        tangent.losses(delta, v, torch.ones(2, dtype=D))
-
-    problems.unchanged(model, run)
-
-
 # A network evaluated at w̃ + shift.
 
 SHIFTED = ["mlp", "attention", "gru", "token_level", "resnet_batchnorm", "squeezed", "dict_input"]
@@ -1266,18 +1248,6 @@ def test_design_a_noise_for_each_output(cache: int | None) -> None:
 def test_parts_without_data_are_refused(part: int) -> None:
     with pytest.raises(DataError, match=f"part is {part}; expected at least one datum"):
         design_built(BY_NAME["mlp"], None, part=part)
-
-
-def test_design_the_model_is_left_as_it_was(case: Case, cache: int | None) -> None:
-    model = case.build()
-    network = Network.build(model, case.batch(6))
-
-    def run() -> None:
-        design = NetworkDesign.build(network, problems.likelihood(case), Data(problems.batches(case), CPU), cache)
-        gram_product(design, rows(1, design.size))
-        design.diagonal()
-
-    problems.unchanged(model, run)
 
 
 def test_one_batch_is_tried_where_the_data_are_kept_and_all_where_they_are_not() -> None:

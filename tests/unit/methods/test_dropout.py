@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,19 +64,6 @@ def test_mean_and_covariance_of_the_passes(samples: int, seed: int) -> None:
     assert float(belief.variance.min()) > 0
 
 
-def test_functions_are_the_same_wherever_they_are_looked_at() -> None:
-    """At other inputs, in other batches, in another order; and an input twice is the same input."""
-    posterior = fitted(net(), samples=6, seed=3)
-    whole = posterior.function_samples(NEW, 6)
-    for part in ([2], [4, 0], [1, 1, 3]):
-        assert_close(posterior.function_samples(NEW[part], 6), whole[:, part])
-    assert_close(posterior.function_samples(NEW, 4), whole[:4])
-    joint = posterior.functions(NEW[[1, 1]], joint=True).cov
-    assert_close(joint[0, :, 1, :], joint[0, :, 0, :])
-    with pytest.raises(lw.errors.UnsupportedError, match="7 samples were asked for and there are 6 members"):
-        posterior.function_samples(NEW, 7)
-
-
 def test_seeds_follow_each_other() -> None:
     """Member k has the seed ``seed + k``."""
     one, other = (fitted(net(), samples=6, seed=seed).function_samples(NEW, 6) for seed in (3, 5))
@@ -114,21 +100,6 @@ def test_the_same_call_twice_gives_the_same() -> None:
     gen = torch.Generator().manual_seed(5)
     again = lw.fit(net(), [(X, Y)], "regression", method=lw.baselines.MCDropout(samples=4), generator=gen)
     assert torch.equal(again.functions(NEW).cov, one)
-
-
-def test_the_model_and_the_global_generator_are_left_alone() -> None:
-    model = net()
-    torch.manual_seed(77)
-    random = torch.get_rng_state()
-
-    def run() -> None:
-        posterior = fitted(model, samples=3)
-        posterior.functions(NEW, joint=True)
-        posterior.function_samples(NEW, 2)
-        _ = posterior.predict(NEW).std
-
-    problems.unchanged(model, run)
-    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_batch_norm_stays_in_evaluation_mode() -> None:
@@ -206,16 +177,6 @@ def test_dropout_inside_of_a_layer(kind: str) -> None:
 # Files
 
 
-def test_files(tmp_path: Path) -> None:
-    model = net()
-    posterior = fitted(model, samples=6, seed=3)
-    posterior.save(tmp_path / "it")
-    again = lw.load(tmp_path / "it", net())
-    assert torch.equal(again.functions(NEW).cov, posterior.functions(NEW).cov)
-    assert torch.equal(again.predict(NEW).std, posterior.predict(NEW).std)
-    assert torch.equal(again.function_samples(NEW, 6), posterior.function_samples(NEW, 6))
-
-
 # What is refused
 
 
@@ -236,8 +197,3 @@ def test_too_few_samples(samples: int) -> None:
 def test_a_model_in_training_mode() -> None:
     with pytest.raises(lw.errors.ModelError, match="is in training mode; expected evaluation mode"):
         fitted(net().train())
-
-
-def test_the_methods_name() -> None:
-    one = lw.fit(net(), [(X, Y)], "regression", method="dropout").functions(NEW).cov
-    assert torch.equal(one, lw.fit(net(), [(X, Y)], "regression", method=lw.baselines.MCDropout()).functions(NEW).cov)

@@ -19,9 +19,9 @@ from lapwing.methods.valla import collapsed_bound
 from lapwing.networks.network import Network
 from lapwing.problem import Problem
 from tests import problems
-from tests.cases import BY_NAME, cast
+from tests.cases import BY_NAME
 from tests.references import dense, inducing
-from tests.tolerances import SOLVED, assert_close, assert_within
+from tests.tolerances import SOLVED, assert_close
 from tests.unit.methods.sine import classes, curve, exact
 from tests.unit.methods.sine import fitted as collapsed_fitted
 
@@ -192,34 +192,6 @@ def test_effective_parameters_are_those_of_the_subspace() -> None:
     assert_close(effective.by_precision, torch.stack([p.sum() for p in each.split([30, 35, 18])]))
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_float32(residual: bool) -> None:
-    data = problems.batches(MLP, dtype=torch.float32)
-    method = lw.ELLA(100, 6, residual)
-    single = lw.fit(MLP.build(torch.float32), data, "classification", method=method, prior=0.8)
-    wide = [(cast(x, D), y) for x, y in data]
-    double = lw.fit(MLP.build(torch.float32).double(), wide, "classification", method=method, prior=0.8)
-    x = MLP.batch(3, torch.float32, seed=1)
-    assert single.functions(x).cov.dtype == torch.float32
-    assert_close(single.functions(x).cov, double.functions(x.double()).cov, SOLVED)
-    assert_close(single.log_evidence(), double.log_evidence(), SOLVED, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("name", ["mlp", "squeezed", "token_level"])
-def test_joint_beliefs_and_samples(name: str, residual: bool, generator: torch.Generator) -> None:
-    case = BY_NAME[name]
-    posterior, x = fitted(lw.ELLA(8, 4, residual), name), case.batch(2, seed=1)
-    joint, belief = posterior.functions(x, joint=True), posterior.functions(x)
-    size, classes = joint.mean.numel(), case.outputs[-1]
-    whole = joint.cov.reshape(size, size)
-    blocks = torch.stack([whole[i : i + classes, i : i + classes] for i in range(0, size, classes)])
-    assert_close(blocks, belief.cov.reshape(blocks.shape))
-    assert_close(joint.variance, belief.variance)
-    gap = (posterior.function_samples(x, 2000, generator) - joint.mean).flatten(1)
-    assert_within(gap[:, :, None] * gap[:, None, :], whole)
-
-
 def test_the_prior_is_learned_where_none_is_given() -> None:
     """By the evidence of the subspace."""
     posterior = fitted(lw.ELLA(100, 6), prior=None)
@@ -271,11 +243,6 @@ def test_a_network_without_slopes() -> None:
     x, y = torch.zeros(3, 2, dtype=D), torch.zeros(3, 1, dtype=D)
     with pytest.raises(lw.errors.NumericalError, match="no output depends on the selected weights at any landmark"):
         lw.fit(model, [(x, y)], lw.Gaussian(noise_std=1.0), method=lw.ELLA(), prior=1.0)
-
-
-def test_the_methods_name() -> None:
-    x = MLP.batch(3, seed=1)
-    assert_close(fitted("ella").functions(x).cov, fitted(lw.ELLA()).functions(x).cov)
 
 
 def test_with_the_residual_the_evidence_is_a_bound() -> None:

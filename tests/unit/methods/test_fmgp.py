@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,9 +28,8 @@ from lapwing.methods.fmgp import (
 )
 from lapwing.networks.network import Network
 from lapwing.problem import Problem, Statistics
-from lapwing.registry import named
 from tests import problems
-from tests.cases import BY_NAME, CASES
+from tests.cases import BY_NAME
 from tests.references import dense
 from tests.tolerances import SOLVED, assert_close, assert_within
 from tests.unit.methods.fmgp.tasks import classes, confident, curve, fitted, learned, model
@@ -40,9 +38,6 @@ from tests.unit.methods.sine import NOISE
 # Settings and predictions of the fixed-mean process.
 
 D = torch.float64
-
-
-MLP = BY_NAME["mlp"]
 
 
 def test_far_from_the_data_the_variance_is_the_priors() -> None:
@@ -136,43 +131,6 @@ def test_joint_beliefs_and_samples(generator: torch.Generator) -> None:
     assert_within(apart[..., :, None] * apart[..., None, :], belief.cov)
 
 
-@pytest.mark.parametrize("kernel", ["rbf", "features"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_files(kernel: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    x, y = (t.to(dtype) if t.is_floating_point() else t for t in classes())
-    network = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
-    network.load_state_dict(confident().state_dict())
-    posterior = lw.fit(network, [(x, y)], "classification", method=lw.FMGP(9, kernel=kernel, steps=10))
-    problems.unchanged(network, lambda: posterior.save(tmp_path / "it"))
-    again = lw.load(tmp_path / "it", network)
-    assert torch.equal(again.predict(x).probs, posterior.predict(x).probs)
-    assert torch.equal(again.functions(x, joint=True).cov, posterior.functions(x, joint=True).cov)
-    draws = [p.function_samples(x, 3, torch.Generator().manual_seed(1)) for p in (posterior, again)]
-    assert torch.equal(*draws)
-    other = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
-    with pytest.raises(lw.errors.FileError, match="belongs to another model"):
-        lw.load(tmp_path / "it", other)
-
-
-def test_float32() -> None:
-    data = [tuple(t.float() for t in curve())]
-    posterior = fitted(lw.FMGP(10, steps=30), model=model().float(), data=data)
-    x = torch.linspace(-3, 3, 9)[:, None]
-    assert posterior.functions(x).cov.dtype == torch.float32
-    wide = fitted(lw.FMGP(10, steps=30), model=model().float().double(), data=[tuple(t.double() for t in data[0])])
-    assert_close(posterior.functions(x).cov, wide.functions(x.double()).cov, 0.35)
-
-
-def test_the_generator_decides() -> None:
-    x = torch.linspace(-3, 3, 9, dtype=D)[:, None]
-    fit = lambda seed: fitted(lw.FMGP(6, steps=10, batch_size=7), generator=torch.Generator().manual_seed(seed))
-    one, two, other = (fit(seed).functions(x).cov for seed in (1, 1, 2))
-    assert torch.equal(one, two)
-    assert not torch.equal(one, other)
-    plain = [fitted(lw.FMGP(6, steps=10, batch_size=7)).functions(x).cov for _ in range(2)]
-    assert torch.equal(*plain)
-
-
 def test_many_outputs_build_the_covariance_only_when_asked() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 37)).double()
@@ -192,33 +150,6 @@ def test_few_data_and_many_points(count: int) -> None:
         posterior = fitted(lw.FMGP(count, steps=5), lw.Gaussian(noise_std=0.3), data=[(x[:size], y[:size])])
         assert len(posterior.posterior.points) == min(count, size)
         assert bool(torch.isfinite(posterior.functions(x).cov).all())
-
-
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-def test_surroundings_without_gradients(around: Any) -> None:
-    x = torch.linspace(-3, 3, 5, dtype=D)[:, None]
-    expected, network, data = fitted(lw.FMGP(6, steps=5)).functions(x).cov, model(), [curve()]
-    with around():
-        cov = fitted(lw.FMGP(6, steps=5), model=network, data=data).functions(x).cov
-    assert_close(cov, expected)
-
-
-ODD = ("conv1d", "sdpa", "tied", "free_parameter", "token_level")  # no features, see the tests of those
-
-
-@pytest.mark.parametrize("case", [case.name for case in CASES if case.name not in ODD])
-def test_the_model_is_left_as_it_was(case: str) -> None:
-    chosen = BY_NAME[case]
-    network = chosen.build()
-    method = lw.FMGP(4, kernel="features", steps=3)
-
-    def run() -> None:
-        posterior = lw.fit(network, problems.batches(chosen), problems.likelihood(chosen), method=method)
-        posterior.functions(chosen.batch(3, seed=1), joint=True)
-        posterior.function_samples(chosen.batch(3, seed=1), 2)
-        posterior.predict(chosen.batch(3, seed=1))
-
-    problems.unchanged(network, run)
 
 
 def test_progress_shows_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,10 +225,6 @@ def test_it_is_no_laplace_posterior() -> None:
     ):  # fmt: skip
         with pytest.raises(lw.errors.UnsupportedError, match=r"(FMGP|FunctionPosterior) has no"):
             ask()
-
-
-def test_the_methods_name() -> None:
-    assert named("method", "fmgp") == lw.FMGP()
 
 
 def test_data_that_ask_for_gradients() -> None:

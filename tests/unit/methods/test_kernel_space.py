@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.priors import PerLayer
 from tests import problems
-from tests.cases import BY_NAME, Case, cast
+from tests.cases import BY_NAME, Case
 from tests.references import dense
 from tests.tolerances import SOLVED, assert_close
 
@@ -194,32 +193,6 @@ def test_other_curvatures_are_refused(curvature: str) -> None:
         fitted(BY_NAME["mlp"], lw.KernelSpace(curvature=curvature), 1.0)
 
 
-@pytest.mark.parametrize("kind", PRIORS)
-def test_files(kind: str, tmp_path: Path) -> None:
-    case = BY_NAME["cnn"]
-    posterior = fitted(case, lw.KernelSpace(), PRIORS[kind])
-    posterior.save(tmp_path / "it")
-    again = lw.load(tmp_path / "it", case.build())
-    inputs = case.batch(3, seed=1)
-    assert_close(again.functions(inputs).cov, posterior.functions(inputs).cov)
-    assert_close(again.log_evidence(), posterior.log_evidence())
-    assert_close(again.with_prior(3.0).functions(inputs).cov, posterior.with_prior(3.0).functions(inputs).cov)
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_float32(name: str) -> None:
-    case = BY_NAME[name]
-    data = problems.batches(case, dtype=torch.float32)
-    single = lw.fit(case.build(torch.float32), data, problems.likelihood(case), method=lw.KernelSpace(), prior=0.7)
-    wide = [(cast(x, D), y) for x, y in data]
-    full = lw.fit(case.build(torch.float32).double(), wide, problems.likelihood(case), method=lw.Full(), prior=0.7)
-    inputs = case.batch(3, torch.float32, seed=1)
-    belief = single.functions(inputs)
-    assert belief.cov.dtype == torch.float32
-    assert_close(belief.cov, full.functions(cast(inputs, D)).cov, SOLVED)
-    assert_close(single.log_evidence(), full.log_evidence(), SOLVED, dtype=torch.float32)
-
-
 @pytest.mark.parametrize("prior", [1e-3, 10.0])
 def test_float32_where_eigenvalues_are_far_apart(prior: float) -> None:
     """400 of them, over a range that float32 does not have: those that matter are all there."""
@@ -288,12 +261,6 @@ def test_the_eigenvectors_are_orthonormal() -> None:
     assert len(known) > 20
     gap = known @ known.mT - torch.eye(len(known), dtype=D)
     assert float(gap.abs().max()) < 1e-6
-
-
-def test_the_methods_name() -> None:
-    case = BY_NAME["mlp"]
-    one, other = (fitted(case, m, 1.0).functions(case.batch(3)).cov for m in ("kernel_space", lw.KernelSpace()))
-    assert torch.equal(one, other)
 
 
 def test_a_kernel_that_overflows_is_refused() -> None:

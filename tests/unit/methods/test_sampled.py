@@ -27,7 +27,7 @@ from lapwing.methods.sampled import Sampled
 from lapwing.networks.network import Network
 from lapwing.tangent import NetworkDesign
 from tests import problems
-from tests.cases import BY_NAME, CASES, Case, Wrapped
+from tests.cases import BY_NAME, Case, Wrapped
 from tests.references import dense, ridge
 from tests.tolerances import SOLVED, assert_close, assert_near, assert_within, student
 from tests.unit.methods.sampled_problems import (
@@ -299,41 +299,6 @@ def test_a_tolerance_out_of_reach_is_an_error(solver: str, prior: str) -> None:
     assert "solution" not in posterior.posterior.__dict__
 
 
-def test_float32_is_near_float64() -> None:
-    """The same noise, drawn in float64 for both."""
-    case = BY_NAME["cnn"]
-    narrow = case.build(torch.float32)
-    data = problems.batches(case, dtype=torch.float32)
-    wide = [(x.double(), y) for x, y in data]
-    method = lw.Sampled(num_samples=6, tolerance=1e-5)
-    single, double = (
-        lw.fit(model, part, "classification", method=method, prior=0.7)
-        for model, part in ((narrow, data), (case.build(torch.float32).double(), wide))
-    )
-    inputs = case.batch(3, torch.float32, seed=1)
-    belief = single.functions(inputs)
-    assert belief.cov.dtype == single.posterior.samples.dtype == torch.float32
-    assert_close(belief.cov, double.functions(inputs.double()).cov, SOLVED)
-    assert_close(single.log_evidence(), double.log_evidence(), SOLVED, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("prior", PRIORS)
-def test_files(prior: str, tmp_path: Path) -> None:
-    p = problem("categorical")
-    posterior = p.fit(lw.Sampled(num_samples=5, steps=3, probes=3), prior)
-    posterior.save(tmp_path / "it")
-    again = lw.load(tmp_path / "it", p.case.build())
-    inputs = p.case.batch(3, seed=1)
-    assert_close(again.functions(inputs).cov, posterior.functions(inputs).cov)
-    assert_close(again.functions(inputs, joint=True).cov, posterior.functions(inputs, joint=True).cov)
-    assert_close(again.function_samples(inputs, 5), posterior.function_samples(inputs, 5))
-    assert torch.equal(again.weight_samples(5), posterior.weight_samples(5))
-    assert_close(again.log_evidence(), posterior.log_evidence())
-    assert again.evidence_error == posterior.evidence_error
-    assert torch.equal(again.posterior.solution.residuals, posterior.posterior.solution.residuals)
-    assert again.posterior.solution.iterations == posterior.posterior.solution.iterations
-
-
 @pytest.mark.parametrize("prior", PRIORS)
 def test_samples_from_a_file_answer_for_no_other_prior_or_noise(prior: str, tmp_path: Path) -> None:
     p = problem()
@@ -443,25 +408,6 @@ def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> No
 def test_other_curvatures_are_refused() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match="curvature is 'hessian'; expected one of ggn"):
         problem().fit(lw.Sampled(curvature="hessian"))
-
-
-@pytest.mark.parametrize("name", [case.name for case in CASES])
-def test_the_model_is_left_as_it_was(name: str) -> None:
-    case = BY_NAME[name]
-    model = case.build()
-    data, inputs = problems.batches(case), case.batch(3, seed=1)
-    random = torch.get_rng_state()
-
-    def run() -> None:
-        method = lw.Sampled(num_samples=2, steps=2)
-        posterior = lw.fit(model, data, problems.likelihood(case), method=method, prior=1.0)
-        posterior.functions(inputs, joint=True)
-        posterior.function_samples(inputs, 2)
-        posterior.network_samples(inputs, 2)
-        posterior.log_evidence()
-
-    problems.unchanged(model, run)
-    assert torch.equal(torch.get_rng_state(), random)  # nor is the global generator touched
 
 
 def test_another_order_of_the_data_is_another_draw_of_the_same_posterior() -> None:

@@ -6,7 +6,6 @@ import copy
 import re
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ X = torch.randn(11, 4, dtype=D, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(11, 2, dtype=D, generator=torch.Generator().manual_seed(2))
 C = torch.randint(0, 2, (11,), generator=torch.Generator().manual_seed(3))
 NEW = torch.randn(5, 4, dtype=D, generator=torch.Generator().manual_seed(4))
-DATA = [(X[:4], Y[:4]), (X[4:], Y[4:])]
 
 
 def net() -> nn.Sequential:
@@ -199,34 +197,6 @@ def test_predictions_are_those_of_networks_with_drawn_weights(samples: int, seed
     assert float(belief.variance.min()) > 0
 
 
-def test_functions_are_the_same_wherever_they_are_looked_at() -> None:
-    posterior = fitted(net(), samples=4, seed=3)
-    whole = posterior.function_samples(NEW, 6)  # two more than predictions use
-    for part in ([2], [4, 0], [1, 1, 3]):
-        assert_close(posterior.function_samples(NEW[part], 6), whole[:, part])
-        assert_close(posterior.functions(NEW[part]).cov, posterior.functions(NEW).cov[part])
-    assert_close(posterior.function_samples(NEW, 3), whole[:3])
-    seeded = lambda: torch.Generator().manual_seed(8)
-    drawn = posterior.function_samples(NEW, 3, seeded())
-    assert_close(posterior.function_samples(NEW[1:3], 3, seeded()), drawn[:, 1:3])
-    assert_close(posterior.network_samples(NEW, 3, seeded()), drawn)
-    assert not torch.allclose(drawn, whole[:3])
-
-
-def test_seeds_fix_the_result() -> None:
-    torch.manual_seed(123)
-    one = fitted(net(), seed=5)
-    torch.rand(3)
-    again = fitted(net(), seed=5)
-    assert torch.equal(again.functions(NEW).cov, one.functions(NEW).cov)
-    assert torch.equal(one.functions(NEW).cov, one.functions(NEW).cov)
-    other = fitted(net(), seed=6)
-    assert not torch.equal(other.posterior.draws.mean, one.posterior.draws.mean)
-    gen = torch.Generator().manual_seed(1)
-    given = lw.fit(net(), DATA, "regression", method=swag(seed=5), generator=gen)
-    assert torch.equal(given.functions(NEW).cov, one.functions(NEW).cov)
-
-
 def test_the_noise_is_the_residual_of_the_mean() -> None:
     posterior = fitted(net(), learning_rate=0.05)
     mean = posterior.functions(X).mean
@@ -237,22 +207,6 @@ def test_the_noise_is_the_residual_of_the_mean() -> None:
 
 
 # What moves and what does not
-
-
-def test_the_model_and_the_global_generator_are_left_alone() -> None:
-    model = net()
-    torch.manual_seed(77)
-    random = torch.get_rng_state()
-
-    def run() -> None:
-        posterior = fitted(model)
-        posterior.functions(NEW, joint=True)
-        posterior.function_samples(NEW, 2)
-        posterior.weight_samples(2, torch.Generator().manual_seed(0))
-        _ = posterior.predict(NEW).std
-
-    problems.unchanged(model, run)
-    assert torch.equal(torch.get_rng_state(), random)
 
 
 @pytest.mark.parametrize("weights", ["last_layer", lw.named("0"), lw.subnetwork(torch.tensor([1, 7, 30, 49]))])
@@ -418,20 +372,6 @@ def test_a_rate_that_cannot_be_found() -> None:
 # Files
 
 
-@pytest.mark.parametrize("weights", ["all", "last_layer", lw.subnetwork(torch.tensor([1, 7, 30]))])
-def test_files(tmp_path: Path, weights: Any) -> None:
-    posterior = fitted(net(), samples=6, seed=3, weights=weights)
-    posterior.save(tmp_path / "it")
-    again = lw.load(tmp_path / "it", net())
-    assert torch.equal(again.functions(NEW).cov, posterior.functions(NEW).cov)
-    assert torch.equal(again.predict(NEW).std, posterior.predict(NEW).std)
-    assert torch.equal(again.function_samples(NEW, 7), posterior.function_samples(NEW, 7))
-    seeded = lambda: torch.Generator().manual_seed(2)
-    assert torch.equal(again.weight_samples(3, seeded()), posterior.weight_samples(3, seeded()))
-    assert again.posterior.learning_rate == 0.01
-    assert torch.equal(posterior.to("cpu").functions(NEW).cov, posterior.functions(NEW).cov)
-
-
 # What is refused
 
 
@@ -484,9 +424,3 @@ def test_what_it_does_not_have() -> None:
     ):
         with pytest.raises(lw.errors.UnsupportedError, match=r"(SWAG|DrawnPosterior) has no"):
             call()
-
-
-def test_the_methods_name() -> None:
-    x, y = X.repeat(30, 1), Y.repeat(30, 1)
-    one = lw.fit(net(), [(x, y)], "regression", method="swag").functions(NEW).cov
-    assert torch.equal(one, lw.fit(net(), [(x, y)], "regression", method=lw.baselines.SWAG()).functions(NEW).cov)

@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,13 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods import valla as module
-from lapwing.methods.inducing_points import AnchoredCurvature
 from lapwing.methods.valla import COARSE, FINE, Validation
 from lapwing.priors import PerLayer
 from lapwing.runtime.trace import Step
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense, inducing
-from tests.tolerances import SOLVED, assert_close, assert_within
+from tests.tolerances import SOLVED, assert_close
 from tests.unit.methods.sine import GIVEN, NOISE, D, classes, curve, exact, fitted, model
 
 # VaLLA: defaults, prior and noise that are given, settings and problems that are refused.
@@ -103,11 +101,6 @@ def test_progress_shows_the_objective(capsys: pytest.CaptureFixture[str]) -> Non
         assert "inducing points" in capsys.readouterr().err
         assert_close(loud.functions(curve()[0]).cov, fitted(METHODS[method], progress=False).functions(curve()[0]).cov)
         assert capsys.readouterr().err == ""
-
-
-def test_the_methods_name() -> None:
-    x = curve()[0]
-    assert_close(fitted("valla").functions(x).cov, fitted(lw.VaLLA()).functions(x).cov, SOLVED)
 
 
 @pytest.mark.parametrize(
@@ -352,22 +345,6 @@ def test_draws_are_independent_of_data_of_the_same_seed(seed: int) -> None:
     assert float(points.max()) > 0.7
 
 
-@pytest.mark.parametrize("way", ["none", "lbfgs", "adam"])
-def test_float32(way: str) -> None:
-    data = [tuple(t.float() for t in curve())]
-    single = fitted(lw.VaLLA(5, optimiser=way, steps=10), model=model().float(), data=data)
-    x = torch.linspace(-2, 2, 9)[:, None]
-    assert single.functions(x).cov.dtype == torch.float32
-    assert single.posterior.curvature.anchors.inputs.dtype == torch.float32
-    wide = fitted(lw.VaLLA(5, optimiser=way, steps=10), model=model().float().double(),
-                  data=[tuple(t.double() for t in data[0])])  # fmt: skip
-    allowed = {"none": 1e-3, "lbfgs": 0.05, "adam": 0.05}[way]  # rounding changes the path of a search
-    assert float(single.log_evidence()) == pytest.approx(float(wide.log_evidence()), rel=allowed)
-    predicted = fitted(lw.VaLLA(5, alpha=1.0, steps=5), model=model().float(), data=data).predict(x)
-    assert predicted.std.dtype == torch.float32
-    assert bool(torch.isfinite(predicted.std).all())
-
-
 @pytest.mark.parametrize(
     "options", [{"steps": 20}, {"optimiser": "adam", "steps": 20}, {"alpha": 1.0, "steps": 20}], ids=str
 )
@@ -383,66 +360,7 @@ def test_half_precision_gives_the_points_of_single_precision(options: dict[str, 
     torch.testing.assert_close(std, expected, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_joint_beliefs_and_samples(method: str, generator: torch.Generator) -> None:
-    """Three correlated outputs: the blocks of the joint covariance, and draws with that covariance."""
-    x, y = classes()
-    posterior = lw.fit(MLP.build(), [(x, y)], "classification", method=METHODS[method], prior=0.5)
-    new = x[:2]
-    joint, belief = posterior.functions(new, joint=True), posterior.functions(new)
-    whole = joint.cov.reshape(6, 6)
-    assert_close(torch.stack([whole[:3, :3], whole[3:, 3:]]), belief.cov)
-    assert float(torch.linalg.eigvalsh(whole).min()) > 0
-    gap = (posterior.function_samples(new, 3000, generator) - joint.mean).flatten(1)
-    assert_within(gap[:, :, None] * gap[:, None, :], whole)
-    probs = posterior.predict(new).probs
-    assert_close(probs.sum(1), torch.ones(2, dtype=D))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_files(method: str, tmp_path: Path) -> None:
-    x, y = classes()
-    posterior = lw.fit(MLP.build(), [(x, y)], "classification", method=METHODS[method])
-    posterior.save(tmp_path / "it")
-    again = lw.load(tmp_path / "it", MLP.build())
-    assert torch.equal(again.base.curvature.mix, posterior.base.curvature.mix)
-    assert torch.equal(again.base.curvature.anchors.inputs, posterior.base.curvature.anchors.inputs)
-    assert_close(again.predict(x).probs, posterior.predict(x).probs)
-    assert_close(again.functions(x, joint=True).cov, posterior.functions(x, joint=True).cov)
-    assert isinstance(again.base.curvature, AnchoredCurvature)
-    if method != "predicting":
-        assert_close(again.log_evidence(), posterior.log_evidence())
-        assert_close(again.with_prior(3.0).functions(x).cov, posterior.with_prior(3.0).functions(x).cov)
-
-
 # Every network with VaLLA is in tests/conformance/test_every_method.py; here are other ways of learning.
-SOME = ["mlp", "cnn", "resnet_batchnorm", "lstm", "embedding", "squeezed", "dict_input"]
-PAIRS = [(case, method) for case in SOME for method in ("lbfgs", "adam", "predicting")]
-
-
-@pytest.mark.parametrize(("case", "method"), PAIRS)
-def test_the_model_is_left_as_it_was(case: str, method: str) -> None:
-    """Its gradients too: the graph of the bound contains the weights."""
-    chosen = BY_NAME[case]
-    network = chosen.build()
-    prior = None if case == "mlp" else 0.8  # the prior is learned in the same way for all of them
-
-    def run() -> None:
-        options: dict[str, Any] = {"method": replace(METHODS[method], steps=2), "prior": prior}
-        posterior = lw.fit(network, problems.batches(chosen), problems.likelihood(chosen), **options)
-        posterior.functions(chosen.batch(3, seed=1), joint=True)
-
-    problems.unchanged(network, run)
-
-
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("method", METHODS)
-def test_surroundings_without_gradients(method: str, around: Any) -> None:
-    x = torch.linspace(-3, 3, 5, dtype=D)[:, None]
-    expected, network, data = fitted(METHODS[method]).functions(x).cov, model(), [curve()]
-    with around():
-        cov = fitted(METHODS[method], model=network, data=data).functions(x).cov
-    assert_close(cov, expected)
 
 
 # Inducing points that are learned: the best state on validation data, and the prior that it gets.

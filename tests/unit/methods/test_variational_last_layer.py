@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapwing as lw
-from tests import problems
 from tests.tolerances import SOLVED, assert_close, assert_within
 
 D = torch.float64
@@ -197,27 +195,6 @@ def test_drawn_functions_are_those_of_networks_with_drawn_weights() -> None:
     assert_within((draws - posterior.functions(NEW).mean).square(), posterior.functions(NEW).variance)
 
 
-def test_seeds_fix_the_result_and_the_model_stays_as_it_is() -> None:
-    model = net(outputs=3)
-    random = torch.get_rng_state()
-    one = problems.unchanged(model, lambda: fitted(model, "classification", LABELS, seed=5))
-    again, other = (fitted(model, "classification", LABELS, seed=seed) for seed in (5, 6))
-    assert torch.equal(torch.get_rng_state(), random)
-    assert torch.equal(one.posterior.mean, again.posterior.mean)
-    assert not torch.equal(one.posterior.mean, other.posterior.mean)
-
-
-@pytest.mark.parametrize("likelihood", ["regression", "classification"])
-def test_files(likelihood: str, tmp_path: Path) -> None:
-    posterior = fitted(net(outputs=3), likelihood, LABELS if likelihood == "classification" else X[:, :3])
-    posterior.save(tmp_path / "it")
-    again = lw.load(tmp_path / "it", net(outputs=3))
-    assert torch.equal(again.functions(NEW).cov, posterior.functions(NEW).cov)
-    assert torch.equal(again.function_samples(NEW, 2, torch.Generator().manual_seed(1)),
-                       posterior.function_samples(NEW, 2, torch.Generator().manual_seed(1)))  # fmt: skip
-    assert again.posterior.elbo == posterior.posterior.elbo
-
-
 class Counted(nn.Sequential):
     """A network that counts the rows that it has seen, in all its copies."""
 
@@ -238,13 +215,6 @@ def test_features_are_computed_once() -> None:
     fitted(model, "classification", LABELS)
     # One pass, the checks that every fit makes, and one run that compares the Jacobian of the first batch.
     assert sum(Counted.rows) == plain + len(X)
-
-
-def test_float32() -> None:
-    narrow = lw.fit(net(outputs=3).float(), [(X.float(), LABELS)], "classification", method=variational(), prior=2.0)
-    wide = fitted(net(outputs=3), "classification", LABELS)
-    assert narrow.functions(NEW.float()).mean.dtype == torch.float32
-    assert_close(narrow.functions(NEW.float()).variance, wide.functions(NEW).variance.float(), SOLVED)
 
 
 # What is refused
