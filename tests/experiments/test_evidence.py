@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,14 +24,13 @@ from experiments import (
     response,
     response_sensitivity,
 )
-from experiments.__main__ import main
 from experiments.em import LARGEST, SampleScales, made_task, sampled, tangent_data
 from experiments.engine.contract import Record
 from experiments.engine.machine import Machine
 from experiments.engine.settings import plain
 from experiments.engine.store import Stored, Unit
 from experiments.inducing_published import Published, Schedule, learned_as_published, trained_as_published
-from experiments.inducing_task import RECIPE, SEED, Task, divergence
+from experiments.inducing_task import RECIPE, Task, divergence
 from experiments.maps_classification import TASKS, Classes, blobs, moons, radius, separable
 from experiments.maps_methods import RECIPE as MAPS_RECIPE
 from experiments.maps_methods import Choices, Maps
@@ -42,8 +38,8 @@ from experiments.maps_picture import CLASSES, blended, square
 from experiments.maps_regression import GAP, Between, Predictions, curve, inside_clusters
 from experiments.minimum import exact_variance
 from experiments.objectives import Objectives, compared, equal_errors, tangent_matrix
-from experiments.options import Progress, silent
-from experiments.resnets import augmented, staged
+from experiments.options import silent
+from experiments.resnets import augmented
 from experiments.response_task import Problem, ResponseTask, made
 from experiments.stacked import Stack, StackedTraining, loss_slope, trained_stack
 from lapwing.demo.result import Result
@@ -116,12 +112,6 @@ def test_every_result_is_scored() -> None:
         assert 0 <= record.scores["accuracy"] <= 1
     held_out = {r.scores["precision"]: r.scores["NLL"] for r in records("validation") if r.group == "held out"}
     assert scored[-1].scores["precision"] == pytest.approx(min(held_out, key=lambda key: held_out[key]))
-
-
-def test_the_full_form_is_resnet_18() -> None:
-    full = SampleScales.full()
-    assert sum(p.numel() for p in staged(full.widths, full.blocks).parameters()) == 11_173_962
-    assert full.train + full.held_out == 50_000
 
 
 def test_augmented_images_are_shifted() -> None:
@@ -330,12 +320,6 @@ def limit_steps(patch: pytest.MonkeyPatch, most: int) -> None:
     )
 
 
-@pytest.fixture
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that do not ask how well VaLLA has learned."""
-    limit_steps(monkeypatch, 3)
-
-
 @pytest.fixture(scope="module")
 def result(settings: inducing.Inducing) -> Result:
     with pytest.MonkeyPatch.context() as patch:
@@ -386,14 +370,6 @@ def test_learning_as_published_raises_the_bound_and_leaves_the_network_alone(
     assert states[250].seconds > states[1].seconds
     assert not states[1].points.equal(states[250].points)
     assert all(p.grad is None for p in task.full.network.model.parameters())
-
-
-def test_every_thousandth_iteration_is_told(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an objective that costs nothing."""
-    heard: list[str] = []
-    monkeypatch.setattr(Published, "objective", lambda self, rows=None: self.z.sum() + self.factor.sum())
-    states = learned_as_published(task, Schedule(2, 50, (1, 1000), seed=1), heard.append)
-    assert heard == [f"published variant: 1,000 of 1,000 iterations, {states[1000].seconds:.0f} s"]
 
 
 def test_rows_are_bounds_and_learning_never_lowers_them(result: Result) -> None:
@@ -496,20 +472,6 @@ def test_the_landmarks_drawn_are_those_of_ella(task: Task) -> None:
     assert int((missing[3:].abs() < 1e-12).sum()) == 3
 
 
-@pytest.mark.usefixtures("few_steps")
-def test_equal_seeds_give_equal_numbers_and_others_do_not(
-    settings: inducing.Inducing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With random starts only: they depend most on the seed, and one start instead of three saves time."""
-    monkeypatch.setattr(inducing, "STARTS", ("random",))
-    monkeypatch.setattr(inducing, "OPTIMISERS", ("adam",))  # of rows, whose numbers are not compared
-    small = replace(settings, recipe=replace(QUICK, hidden=(3,), max_steps=20), points=2, draws=2, published=(2,),
-                    published_drawn=2, sizes=(2,), starts=1, networks=0, steps=2)  # fmt: skip
-    one, again, other = (inducing.run(replace(small, seed=seed)) for seed in (3, 3, 4))
-    assert one.arrays == again.arrays
-    assert one.arrays != other.arrays
-
-
 def test_the_published_draws_are_those_of_one_global_generator() -> None:
     """Weights in float64 first, then the orders of a DataLoader; and the generator is as it was."""
     x = torch.linspace(-1, 1, 12, dtype=torch.float64).unsqueeze(1)
@@ -563,39 +525,6 @@ def test_targets_are_compared_with_full() -> None:
 def test_a_folder_without_the_toy_is_named(tmp_path: Path) -> None:
     with pytest.raises(lw.errors.DataError, match=r"toy1d\.npz is not in the data folder"):
         inducing.read_toy(tmp_path)
-
-
-def test_the_command_prints_tables_and_writes_what_it_names(
-    result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the results from above, which take seconds."""
-    asked: list[Any] = []
-
-    def known(found: Result) -> Callable[[Any, Progress], Result]:
-        def run(settings: Any, progress: Progress) -> Result:
-            asked.append(settings)
-            progress(f"{settings.name} as before")
-            return found
-
-        return run
-
-    monkeypatch.setattr(inducing, "run", known(result))
-    monkeypatch.setattr(inducing_targets, "run", known(on_targets()[0]))
-    assert main(["inducing", "--quick", "--data-dir", str(tmp_path), "--out", str(tmp_path)]) == 0
-    assert asked == [
-        replace(inducing.Inducing.quick(), data_dir=tmp_path, seed=SEED), inducing_targets.Targets.quick()
-    ]  # fmt: skip
-    captured = capsys.readouterr()
-    assert "as it comes" in captured.out
-    assert "kinks, relu" in captured.out
-    assert "inducing as before" in captured.err
-    *pictures, numbers = (Path(line) for line in captured.out.splitlines() if line.startswith(str(tmp_path)))
-    for picture in pictures:
-        pixels = torch.tensor(imread(picture))[..., :3]
-        assert 0.02 < float((pixels < 0.98).any(-1).float().mean()) < 0.6
-    found = json.loads(numbers.read_text())
-    assert list(found) == ["inducing", "inducing_targets"]
-    assert Result.from_json(json.dumps(found["inducing"])) == result
 
 
 # Maps of error bars on one and two inputs, with tiny networks.
@@ -729,11 +658,6 @@ def test_pictures_are_drawn_from_stored_settings(tmp_path: Path, monkeypatch: py
         settings.picture(Stored(settings.name, "tiny", plain(settings), 0), path)
         drawn = torch.tensor(imread(path))[..., :3]
         assert 0.02 < float((drawn < 0.98).any(-1).float().mean()) < 0.9
-
-
-def test_units_are_all_combinations() -> None:
-    assert Between(seeds=2).units() == ("tanh/0", "tanh/1", "relu/0", "relu/1")
-    assert len(Classes.full().units()) == 18
 
 
 # Networks trained side by side.

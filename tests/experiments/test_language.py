@@ -30,7 +30,6 @@ from experiments.language_models import Adapted, Body, LanguageModel, Shape, Tra
 from experiments.language_sequences import Scores, detection, shuffled, target_log_probs, with_unusual_words, written
 from experiments.language_task import Language, class_batches, language_model, parts_of, token_batches, with_adapters
 from lapwing.demo.result import Result
-from lapwing.errors import DataError
 from tests.tolerances import assert_close
 
 SHAPE = Shape(width=8, heads=2, layers=1, dropout=0.1)
@@ -233,8 +232,3 @@ def test_batches_hold_sentences_of_similar_length_and_all_of_them(settings: Lang
     assert len({batch["input_ids"].shape[1] for batch in class_batches(settings, parts_of(settings).train, True)}) == 1
     assert len(parts_of(settings).test) == 28  # half of the development sentences and all test sentences
     assert not set(parts_of(settings).validation.sentences) & set(parts_of(settings).test.sentences)
-
-
-def test_a_missing_file_is_named(settings: Language, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"sst2\.npz is not in the data folder"):
-        language.run(replace(settings, data_dir=tmp_path / "none"))

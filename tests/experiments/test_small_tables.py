@@ -24,7 +24,6 @@ from experiments.active import RULES, Active
 from experiments.budget import Budget
 from experiments.budget_task import Task as BudgetTask
 from experiments.budget_task import read
-from experiments.costs import METHODS as COSTS_METHODS
 from experiments.costs import TASKS, Costs
 from experiments.costs_picture import draw
 from experiments.data import data_folder
@@ -560,11 +559,6 @@ def test_test_rows_are_kept_apart(tmp_path: Path) -> None:
     assert not any(tuple(row) in seen for row in table.x_test.tolist())
 
 
-def test_a_missing_table_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"flights_nyc13\.npz is not in the data folder"):
-        flights.run(replace(flights_settings(tmp_path), data_dir=tmp_path / "none"))
-
-
 # Forms in files: each can be read, and results that are stored under its name were measured with it.
 
 ROOT = Path(__file__).parents[2]
@@ -629,14 +623,6 @@ def test_images_and_slow_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (record,) = few.measure("Fashion-MNIST/1", silent)
     assert (record.method, record.peak) == ("plain", None)  # memory is measured in the first repetition
     assert 0 <= record.scores["accuracy"] <= 1
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(LapwingError, match="unknown walk"):
-        replace(TINY, methods=("walk",)).units()
-    with pytest.raises(LapwingError, match="unknown walk"):
-        replace(TINY, tasks=("walk",)).units()
-    assert len(set(COSTS_METHODS)) == len(COSTS_METHODS)
 
 
 # Inducing points on tables: costs and errors, on the table of scikit-learn with tiny networks.
@@ -723,11 +709,6 @@ def test_the_picture_is_drawn_from_the_records(budget_records: list[Record], tmp
     assert 0.02 < float((drawn < 0.98).any(-1).float().mean()) < 0.5
 
 
-def test_a_folder_without_the_table_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"uci_boston\.npz is not in the data folder"):
-        read("boston", tmp_path, 0)
-
-
 # Active learning in a tiny form that needs no data folder.
 
 ACTIVE_TINY = Active(
@@ -740,11 +721,6 @@ def test_every_rule_is_scored() -> None:
     assert tuple(scores) == tuple(RULES)
     assert all(each["mean RMSE"] == pytest.approx(each["RMSE"]) for each in scores.values())  # one round
     assert len({each["RMSE"] for each in scores.values()}) > 1  # rules choose different rows
-
-
-def test_refusals() -> None:
-    with pytest.raises(LapwingError, match="rounds 0, chosen 3 and start 20; expected at least 1, 1 and 2"):
-        replace(ACTIVE_TINY, rounds=0)
 
 
 # Classification on a folder of tables.
@@ -773,12 +749,6 @@ DECISIONS_TINY = Decisions(
     sets=("waves", "waves, thin", "cancer"), seeds=1, draws=60, calibration=60, rows=120,
     recipe=TrainingSettings(hidden=(5,), epochs=4),
 )  # fmt: skip
-
-
-def test_units_are_those_of_the_settings() -> None:
-    assert DECISIONS_TINY.units() == ("guarantees/waves/0", "guarantees/waves, thin/0", "guarantees/cancer/0")
-    sets = {unit.split("/")[1].split(",")[0] for unit in Decisions.full().units() if unit.startswith("guarantees")}
-    assert len(sets) >= 6
 
 
 @pytest.mark.parametrize("name", ["waves", "cancer"])

@@ -21,7 +21,6 @@ from torch.distributions import MultivariateNormal
 import lapwing as lw
 from experiments.__main__ import main
 from experiments.engine.contract import Record
-from experiments.engine.running import Plan, run
 from experiments.engine.store import Stored, load
 from experiments.engine.tables import summarised
 from experiments.options import silent
@@ -94,13 +93,6 @@ def test_the_picture_of_angles(stored: Path, tmp_path: Path) -> None:
     assert imread(stored.with_suffix(".png")).ndim == 3
     QUICK.picture(Stored("tomography", "quick", {}, 0), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()  # nothing is stored of that part
-
-
-def test_units_that_are_stored_are_not_run_again(stored: Path) -> None:
-    lines: list[str] = []
-    outcome = run(QUICK, Plan(stored, "quick"), lines.append)
-    assert lines == ["tomography/quick: 5 of 5 units are stored already"]
-    assert not outcome.left
 
 
 def test_a_curve_goes_to_scores_and_back() -> None:
@@ -390,11 +382,6 @@ def test_every_kind_of_network_trains_in_float32(settings: dict[str, Any]) -> No
         assert float(one.losses[-1]) < float(one.losses[0])
         assert torch.equal(flat(unet), start), "the given network has changed"
         assert not one.unet.training
-
-
-def test_a_progress_bar_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    reconstruct(nets()[0], OPERATOR, Y[0], Z[0], Training(0.0, steps=2), progress=True)
-    assert "reconstructing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from experiments.vision.learning import Schedule, train_large, train_together
 from experiments.vision.limits import Limit, within
 from experiments.vision.networks import ResNet18, convolutional, perceptron, seeded
 from experiments.vision.predictions import best_temperature, in_parts, sampled_network, scores_of
-from experiments.vision.sets import read_set
 from lapwing.errors import DataError
 
 # Sampled and linearised convolutional networks on a few digits, and the parts that train and predict.
@@ -137,11 +136,6 @@ def test_scores_and_temperature() -> None:
     assert "OOD AUROC" not in scores_of(logits.softmax(-1), y)
 
 
-def test_unknown_sets() -> None:
-    with pytest.raises(DataError, match="expected one of digits"):
-        read_set("cats", None, "cpu")
-
-
 # Corrupted and rotated images.
 
 
@@ -249,8 +243,3 @@ def test_layers_are_measured_by_their_definition() -> None:
     assert scores["penalties"] == pytest.approx(max(ratio, 1 / ratio), rel=1e-5)
     gammas = list(posterior.effective_parameters().layers.values())
     assert scores["γs"] == pytest.approx(max(gammas) / min(gammas))
-
-
-def test_unknown_activations_are_named() -> None:
-    with pytest.raises(DataError, match="the activation is 'gelu'; expected one of relu, tanh"):
-        list(DRIFT_TINY.measure("gelu/0", silent))

@@ -65,14 +65,6 @@ def test_training_and_scale() -> None:
     assert moved["naive, one precision"] > 10 * moved["plain network"]
 
 
-def test_units() -> None:
-    keys = Evidence.full().units()
-    assert keys[0] == "table/transformer/0"
-    assert "given/56/0" in keys
-    assert "given/56/1" not in keys
-    assert len(keys) == len(set(keys)) == 3 * 8 + 2
-
-
 def test_a_rescaled_network_is_the_same_function() -> None:
     x = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)).double()
     model = seeded(SMALL["ResNet"], 0).double().train()

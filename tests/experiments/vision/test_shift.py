@@ -14,8 +14,8 @@ from experiments.vision import shift_task
 from experiments.vision.shift import Shift
 from experiments.vision.shift_methods import Effort
 from experiments.vision.shift_picture import COLOURS, picture
-from experiments.vision.shift_task import Large, Small, network_named, prepared
-from lapwing.errors import DataError, LapwingError
+from experiments.vision.shift_task import Large, Small, prepared
+from lapwing.errors import LapwingError
 from tests.pixels import drawn, inked, share
 
 TINY = replace(
@@ -72,14 +72,6 @@ def test_only_the_methods_that_are_named() -> None:
     unknown = replace(TINY, effort=replace(TINY.effort, methods=("magic",)))
     with pytest.raises(LapwingError, match="methods: unknown magic; expected some of plain"):
         list(unknown.measure("small/0", silent))
-
-
-def test_units_and_unknown_networks() -> None:
-    full = Shift.full()
-    assert full.units()[:2] == ("resnet18/0", "rotated-mnist/0")
-    assert full.units()[-1] == "rotated-mnist/2"
-    with pytest.raises(DataError, match="expected one of rotated-mnist"):
-        network_named("vgg")
 
 
 def records(methods: int) -> list[Record]:
