@@ -20,7 +20,7 @@ from lapwing.data.processes import Processes, in_all_processes
 from lapwing.data.samples import Weighted
 from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
-from lapwing.likelihoods.base import Likelihood, spread
+from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.methods.base import Method, OverNetworks, refuse_processes
 from lapwing.methods.cost import workload_of
 from lapwing.methods.diagonal import Diagonal
@@ -224,7 +224,7 @@ def _agreed_scale(posterior: Any, exact: Any, data: Data) -> float:
     phi = exact.problem.likelihood.noise_variance
     for batch in data.batches("comparing variances", weighted=True):
         wide, own = (belief.variance.double() for belief in beliefs_at([posterior, exact], batch.inputs))
-        weights = 1.0 if batch.weights is None else spread(batch.weights, own)
+        weights = 1.0 if batch.weights is None else expand_weights(batch.weights, own)
         left_out = own / (1 - weights * own / phi.to(own)).clamp_min(SMALLEST_REST)
         variances.append(torch.stack([wide.flatten(), left_out.flatten()], 1))
         count += batch.n_samples

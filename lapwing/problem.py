@@ -12,7 +12,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch, Inputs, check_finite
 from lapwing.data.processes import Processes
 from lapwing.errors import DataError
-from lapwing.likelihoods.base import Likelihood, as_count, spread, weighted_count, weighted_loss
+from lapwing.likelihoods.base import Likelihood, as_count, expand_weights, weighted_count, weighted_loss
 from lapwing.networks.network import Network
 from lapwing.priors.base import BoundPrior
 from lapwing.runtime.state import ABOVE_ZERO, Either, ListOf, Real, Record, Whole
@@ -203,7 +203,7 @@ def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) 
     total, count = torch.zeros(network.output_shape[-1], dtype=torch.float64, device=network.device), 0.0
     for f, y, weights in _triples(network, likelihood, data, "residuals", "outputs of the network"):
         squares = (f - y.double()).square()
-        squares = squares if weights is None else squares * spread(weights, squares)
+        squares = squares if weights is None else squares * expand_weights(weights, squares)
         total += squares.flatten(0, -2).sum(0)
         count += float(weighted_count(likelihood, f, y, weights))
     (total,) = data.processes.sum([total])

@@ -21,8 +21,6 @@ from lapwing.data.inputs import check_finite, merge_batches
 from lapwing.data.processes import ALONE, Processes
 from lapwing.errors import DataError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import (
-    HasHessian,
-    HasRootColumns,
     Likelihood,
     as_count,
     weighted_count,
@@ -139,13 +137,7 @@ class Seeds:
         """Return some columns of the likelihood's root, (B, [T,] C, k)."""
         if self.output is not None:
             columns = slice(self.output, self.output + 1)
-        if isinstance(likelihood, HasRootColumns):
-            return likelihood.root_columns(f, y, columns)
-        if isinstance(likelihood, HasHessian) and columns != slice(None):
-            hessian = likelihood.hessian(f, y)
-            if hessian.outer is None:
-                return _diagonal_columns(hessian.diagonal.sqrt().to(f), columns)
-        return likelihood.root(f, y)[..., columns]
+        return likelihood.root_columns(f, y, columns)
 
 
 def root_seeds(root: Tensor, first: int = 0, tokens: int | None = None) -> Tensor:
@@ -160,14 +152,6 @@ def root_seeds(root: Tensor, first: int = 0, tokens: int | None = None) -> Tenso
     index = torch.arange(some, device=root.device)
     seeds[index, :, :, first + index] = root.permute(1, 3, 0, 2)
     return seeds.flatten(0, 1)
-
-
-def _diagonal_columns(values: Tensor, columns: slice) -> Tensor:
-    """Return some columns of the diagonal matrices with these values (..., C), without the others."""
-    first, last, _ = columns.indices(values.shape[-1])
-    matrix = values.new_zeros(*values.shape, last - first)
-    matrix[..., first:last, :].diagonal(dim1=-2, dim2=-1).copy_(values[..., first:last])
-    return matrix
 
 
 @dataclass(frozen=True)
@@ -347,9 +331,8 @@ class Sweep:
         return self.seeds.count(network.output_shape)
 
     def _closed_form(self, tangent: Tangent, f: Tensor, targets: Tensor) -> tuple[int, HeadGGN] | None:
-        assert isinstance(self.likelihood, HasHessian)
         hessian = weighted_hessian(self.likelihood.hessian(f, targets), self.weights)
-        hessian = hessian if self.seeds.output is None else hessian.only(self.seeds.output)
+        hessian = hessian if self.seeds.output is None else hessian.for_output(self.seeds.output)
         return tangent.closed_form(hessian.diagonal, hessian.outer)
 
     def _seed_runs(self, tangent: Tangent, f: Tensor, targets: Tensor, width: int = 0) -> Iterator[Tensor]:
@@ -496,7 +479,7 @@ def chosen_seeds(
 
 def has_closed_form(network: Network, likelihood: Likelihood, alone: bool = False) -> bool:
     """Return whether the last layer has a closed form; with ``alone``, whether it is also all that is selected."""
-    return bool(network.head) and isinstance(likelihood, HasHessian) and not (alone and len(network.layout) > 1)
+    return bool(network.head) and likelihood.has_hessian and not (alone and len(network.layout) > 1)
 
 
 class SquaredSum:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, wraps
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ def _takes_images(predict: Callable[..., Any]) -> Callable[..., Any]:
     return predict_images
 
 
-@runtime_checkable
-class Likelihood(Protocol):
+class Likelihood:
     """A distribution of targets given outputs f (B, [T,] C); every token counts as a datum.
 
     Classes inherit from it. They define ``targets``, ``loss``, ``root``, ``sampled_gradient`` and ``predict``; every
@@ -50,19 +49,49 @@ class Likelihood(Protocol):
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the targets in the shape and dtype that the other methods take; raise if they do not fit ``f``."""
-        ...
+        raise NotImplementedError
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the loss of every datum at unit dispersion, (B, [T]); zero for ignored data."""
-        ...
+        raise NotImplementedError
 
     def root(self, f: Tensor, y: Tensor) -> Tensor:
         """Return R (B, [T,] C, K) with R Rᵀ the Hessian of the loss in f, or the Fisher matrix if it is indefinite."""
-        ...
+        raise NotImplementedError
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return the gradient of the loss in f at a label drawn from the model, (B, [T,] C)."""
-        ...
+        raise NotImplementedError
+
+    def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
+        """Return the Hessian of the loss of every datum, in float64; zero for ignored data.
+
+        For a Hessian in f that is diagonal, or diagonal less an outer product: fits then need no root of it. It equals
+        ``root`` times its transpose. All likelihoods of the package have one.
+        """
+        raise NotImplementedError
+
+    @property
+    def has_hessian(self) -> bool:
+        """Whether the class defines ``hessian``."""
+        return type(self).hessian is not Likelihood.hessian
+
+    def root_columns(self, f: Tensor, y: Tensor, columns: slice) -> Tensor:
+        """Return ``root(f, y)[..., columns]``, without the other columns if H is diagonal: C of them may not fit."""
+        if self.has_hessian and columns != slice(None):
+            hessian = self.hessian(f, y)
+            if hessian.outer is None:
+                return _diagonal_columns(hessian.diagonal.sqrt().to(f), columns)
+        return self.root(f, y)[..., columns]
+
+    def power_energy(self, alpha: float, mean: Tensor, cov: Tensor, y: Tensor) -> Tensor:
+        """Return (1/α) log E p(y | f)^α for f ~ N(mean, cov) and 0 < α < 1, (B,), differentiable in the covariance."""
+        raise NotImplementedError
+
+    @property
+    def has_power_energy(self) -> bool:
+        """Whether the class defines ``power_energy``."""
+        return type(self).power_energy is not Likelihood.power_energy
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the gradient of the loss in f at the targets themselves, (B, [T,] C), for the empirical Fisher.
@@ -76,7 +105,7 @@ class Likelihood(Protocol):
 
     def predict(self, belief: FunctionGaussian) -> Any:
         """Return the predictive distribution of y, for each input by itself."""
-        ...
+        raise NotImplementedError
 
     def predict_samples(self, samples: FunctionSamples) -> Any:
         """Return the predictive distribution of y from drawn functions; by default from their mean and covariance."""
@@ -227,37 +256,7 @@ class Likelihood(Protocol):
         return self
 
 
-@runtime_checkable
-class HasHessian(Protocol):
-    """A likelihood whose Hessian in f is diagonal, or diagonal less an outer product; fits then need no root of it.
-
-    It equals ``root`` times its transpose. All likelihoods of the package have one.
-    """
-
-    def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
-        """Return the Hessian of the loss of every datum, in float64; zero for ignored data."""
-        ...
-
-
-@runtime_checkable
-class HasRootColumns(Protocol):
-    """A likelihood that computes some columns of its root without the others, where C columns would not fit."""
-
-    def root_columns(self, f: Tensor, y: Tensor, columns: slice) -> Tensor:
-        """Return ``root(f, y)[..., columns]``."""
-        ...
-
-
-@runtime_checkable
-class HasPowerEnergy(Protocol):
-    """A likelihood with a closed form of (1/α) log E p(y | f)^α between the ends α = 0 and α = 1."""
-
-    def power_energy(self, alpha: float, mean: Tensor, cov: Tensor, y: Tensor) -> Tensor:
-        """Return the energy for f ~ N(mean, cov), (B,), differentiable in the covariance."""
-        ...
-
-
-class LogitLikelihood(Likelihood, Protocol):
+class LogitLikelihood(Likelihood):
     """A likelihood whose outputs are logits. ``temperature`` divides the curvature, ``link_temperature`` the logits.
 
     Predictions are made from f / ``link_temperature`` + ``logit_offset``. A class with a field ``link_offset`` takes
@@ -266,6 +265,7 @@ class LogitLikelihood(Likelihood, Protocol):
 
     temperature: float | Tensor
     link_temperature: float
+    link_offset: float | tuple[float, ...] | Tensor | None = None
 
     @property
     def has_logits(self) -> bool:
@@ -287,13 +287,13 @@ class LogitLikelihood(Likelihood, Protocol):
 
     @property
     def logit_offset(self) -> Tensor | None:
-        return offset_of(getattr(self, "link_offset", None), None)
+        return offset_of(self.link_offset, None)
 
     def with_more_offset(self: S, offset: Tensor) -> S:
-        own = getattr(self, "link_offset", None)
+        own = self.link_offset
         return replace(self, link_offset=offset if own is None else offset + torch.as_tensor(own).to(offset))  # type: ignore[type-var]
 
-    def linked(self, belief: B) -> B:
+    def link_input(self, belief: B) -> B:
         """Return the belief about the logits that predictions are made from: f / ``link_temperature`` + offset."""
         belief, offset = belief.scaled(1 / self.link_temperature), self.logit_offset
         return belief if offset is None else belief.moved(offset)
@@ -333,7 +333,7 @@ def check_offset(likelihood: Any, count: int) -> None:
         raise DataError(f"{type(likelihood).__name__}: {size} offsets for {count} outputs; expected one for each.")
 
 
-def same_loss(loss: Tensor, own: Tensor) -> bool:
+def losses_agree(loss: Tensor, own: Tensor) -> bool:
     """Return whether two mean losses are equal, to half of the digits of the wider rounding."""
     return bool(
         (loss - own).abs() <= max(torch.finfo(t.dtype).eps for t in (loss, own)) ** 0.5 * own.abs().clamp_min(1)
@@ -342,7 +342,7 @@ def same_loss(loss: Tensor, own: Tensor) -> bool:
 
 def refuse_other_loss(likelihood: str, loss: Tensor, own: Tensor, remedy: str = "") -> None:
     """Raise unless the mean loss is the one that the model itself returns; ``remedy`` is the first advice."""
-    if not same_loss(loss, own):
+    if not losses_agree(loss, own):
         raise ModelError(
             f"{likelihood}: the model, given these targets as labels, returns the loss {own.item():.5g}, and the "
             f"likelihood has {loss.item():.5g}; expected the same. {remedy}If the model was trained with other "
@@ -361,12 +361,12 @@ def refuse_unused(likelihood: str, neutral: float = 1, /, **settings: Any) -> No
             )
 
 
-def less_root(slope: Tensor, weight: Tensor) -> Tensor:
+def divide_by_root(slope: Tensor, weight: Tensor) -> Tensor:
     """Return the slope of a weighted loss divided by the root of its weight; zero where the weight is."""
     return torch.where(weight > 0, slope * weight.clamp_min(torch.finfo(weight.dtype).tiny).rsqrt(), 0.0)
 
 
-def matched(f: Tensor, y: Tensor, name: str) -> Tensor:
+def match_targets(f: Tensor, y: Tensor, name: str) -> Tensor:
     """Return targets with one number per output, (B, [T,] C); a single output may come without its dimension."""
     if y.shape == f.shape:
         return y.to(f.dtype)
@@ -379,7 +379,7 @@ def matched(f: Tensor, y: Tensor, name: str) -> Tensor:
     )
 
 
-def spread(weights: Tensor, like: Tensor) -> Tensor:
+def expand_weights(weights: Tensor, like: Tensor) -> Tensor:
     """Return the weights of samples (B,) in a shape that multiplies ``like`` (B, ...), and in its dtype."""
     return weights.to(like).reshape(-1, *[1] * (like.ndim - 1))
 
@@ -387,7 +387,7 @@ def spread(weights: Tensor, like: Tensor) -> Tensor:
 def weighted_loss(likelihood: Likelihood, f: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
     """Return the loss of every datum at unit dispersion times its weight, (B, [T])."""
     loss = likelihood.loss(f, y)
-    return loss if weights is None else loss * spread(weights, loss)
+    return loss if weights is None else loss * expand_weights(weights, loss)
 
 
 def weighted_count(likelihood: Likelihood, f: Tensor, y: Tensor, weights: Tensor | None) -> int | Tensor:
@@ -406,13 +406,15 @@ def weighted_hessian(hessian: OutputHessian, weights: Tensor | None) -> OutputHe
     """Return the Hessian of the loss in the outputs times the weight of its sample."""
     if weights is None:
         return hessian
-    diagonal = hessian.diagonal * spread(weights, hessian.diagonal)
-    return OutputHessian(diagonal, None if hessian.outer is None else hessian.outer * spread(weights.sqrt(), diagonal))
+    diagonal = hessian.diagonal * expand_weights(weights, hessian.diagonal)
+    return OutputHessian(
+        diagonal, None if hessian.outer is None else hessian.outer * expand_weights(weights.sqrt(), diagonal)
+    )
 
 
 def weighted_seeds(seeds: Tensor, weights: Tensor | None) -> Tensor:
     """Return seeds (K, B, [T,] C), columns of roots of the curvature, times the root of the weight of their sample."""
-    return seeds if weights is None else seeds * spread(weights.sqrt(), seeds[0])
+    return seeds if weights is None else seeds * expand_weights(weights.sqrt(), seeds[0])
 
 
 def as_count(value: float | Tensor) -> int | float:
@@ -438,7 +440,7 @@ class OutputHessian:
     diagonal: Tensor  # (B, [T,] C)
     outer: Tensor | None = None  # (B, [T,] C)
 
-    def only(self, output: int) -> OutputHessian:
+    def for_output(self, output: int) -> OutputHessian:
         """Return it with the entry of one output alone, for a diagonal H."""
         assert self.outer is None, "outputs of a loss that couples them have no Hessian of their own"
         kept = torch.zeros_like(self.diagonal)
@@ -454,11 +456,19 @@ class OutputHessian:
         return matrix
 
 
+def _diagonal_columns(values: Tensor, columns: slice) -> Tensor:
+    """Return some columns of the diagonal matrices with these values (..., C), without the others."""
+    first, last, _ = columns.indices(values.shape[-1])
+    matrix = values.new_zeros(*values.shape, last - first)
+    matrix[..., first:last, :].diagonal(dim1=-2, dim2=-1).copy_(values[..., first:last])
+    return matrix
+
+
 def refuse_energy(likelihood: Likelihood, alpha: float) -> None:
     """Raise unless ``energy`` is defined for this likelihood and alpha."""
     if not 0 <= alpha <= 1:
         raise UnsupportedError(f"alpha is {alpha}; expected a number between 0 and 1.")
-    if 0 < alpha < 1 and not isinstance(likelihood, HasPowerEnergy):
+    if 0 < alpha < 1 and not likelihood.has_power_energy:
         raise UnsupportedError(
             f"alpha is {alpha} for {type(likelihood).__name__}; between 0 and 1 only Gaussian() has a closed form. "
             "Use 0 (the evidence bound) or 1 (the predictive log-likelihood)."
@@ -491,5 +501,4 @@ def energy(likelihood: Likelihood, alpha: float, mean: Tensor, cov: Tensor, y: T
         root = likelihood.root(mean, y)
         spread = (root.mT @ cov @ root).diagonal(dim1=-2, dim2=-1).sum(-1)
         return -(likelihood.loss(mean, y) + 0.5 * spread) / phi - likelihood.log_normaliser(phi, mean.shape[-1])
-    assert isinstance(likelihood, HasPowerEnergy)
     return likelihood.power_energy(alpha, mean, cov, y)

@@ -16,8 +16,8 @@ from lapwing.likelihoods.base import (
     LogitLikelihood,
     OutputHessian,
     check_offset,
-    less_root,
-    matched,
+    divide_by_root,
+    match_targets,
     offset_of,
     refuse_other_loss,
     refuse_unused,
@@ -67,7 +67,7 @@ class Bernoulli(HasSettings, LogitLikelihood):
     link_offset: float | tuple[float, ...] | Tensor | None = setting(None, FINITE | NONE, stored=OFFSET)
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
-        y = matched(f, y, "Bernoulli")
+        y = match_targets(f, y, "Bernoulli")
         known = ~self.ignored(y)
         count = 1 if self.pos_weight is None else torch.as_tensor(self.pos_weight).numel()
         if count not in (1, f.shape[-1]):
@@ -127,13 +127,13 @@ class Bernoulli(HasSettings, LogitLikelihood):
         return (p - drawn.to(p)) * self._weight(y).sqrt()
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        return less_root(super().gradient(f, y), self._weight(y).to(f))
+        return divide_by_root(super().gradient(f, y), self._weight(y).to(f))
 
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
         return y[..., 0].numel() if self.ignore_index is None else (~self.ignored(y)).any(-1).sum()
 
     def predict(self, belief: FunctionGaussian) -> BinaryPredictive:
-        return BinaryPredictive(self.linked(belief.marginal), self.link)
+        return BinaryPredictive(self.link_input(belief.marginal), self.link)
 
     @property
     def logit_offset(self) -> Tensor | None:

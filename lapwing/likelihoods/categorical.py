@@ -16,11 +16,11 @@ from lapwing.likelihoods.base import (
     LogitLikelihood,
     OutputHessian,
     check_offset,
-    less_root,
+    divide_by_root,
+    losses_agree,
     offset_of,
     refuse_other_loss,
     refuse_unused,
-    same_loss,
 )
 from lapwing.predictives.base import checked_distributions, is_soft
 from lapwing.predictives.labels import LINKS, SoftmaxPredictive, SoftmaxSamples
@@ -267,11 +267,11 @@ class Categorical(HasSettings, LogitLikelihood):
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         slope, weight = super().gradient(f, y), None if self.class_weights is None else self._weight(f, y)
-        return slope if weight is None else less_root(slope, weight.unsqueeze(-1))
+        return slope if weight is None else divide_by_root(slope, weight.unsqueeze(-1))
 
     def check_loss(self, f: Tensor, y: Tensor, own: Tensor) -> None:
         remedy = ""
-        if f.ndim == 3 and not self.shift and same_loss(replace(self, shift=True)._mean_loss(f, y), own):
+        if f.ndim == 3 and not self.shift and losses_agree(replace(self, shift=True)._mean_loss(f, y), own):
             remedy = "Its output t predicts label t + 1, as in causal language models: use Categorical(shift=True). "
         refuse_other_loss("Categorical", self._mean_loss(f, y), own, remedy)
 
@@ -283,10 +283,10 @@ class Categorical(HasSettings, LogitLikelihood):
         return (y != self.ignore_index).sum() if self._ignores(y) else f[..., 0].numel()
 
     def predict(self, belief: FunctionGaussian) -> SoftmaxPredictive:
-        return SoftmaxPredictive(self.linked(belief.marginal), self.link, self.samples, self.seed)
+        return SoftmaxPredictive(self.link_input(belief.marginal), self.link, self.samples, self.seed)
 
     def predict_samples(self, samples: FunctionSamples) -> SoftmaxSamples:
-        return SoftmaxSamples((self.linked(samples),))
+        return SoftmaxSamples((self.link_input(samples),))
 
     @property
     def logit_offset(self) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.likelihoods.base import Likelihood, OutputHessian, matched, refuse_other_loss
+from lapwing.likelihoods.base import Likelihood, OutputHessian, match_targets, refuse_other_loss
 from lapwing.predictives.numbers import NormalPredictive, StudentPredictive
 from lapwing.runtime.settings import FLAG, NONE, NUMBER, NUMBERS, HasSettings, Rule, is_real, setting
 from lapwing.runtime.state import ABOVE_ZERO, SMALLEST, Array, Either, ListOf, Maybe, Real, saved
@@ -106,7 +106,7 @@ class Gaussian(HasSettings, Likelihood):
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         if self.ratios is not None and len(self.ratios) != f.shape[-1]:
             raise DataError(f"{len(self.ratios)} noise values for {f.shape[-1]} outputs; expected one for each.")
-        return matched(f, y, "Gaussian")
+        return match_targets(f, y, "Gaussian")
 
     def check_loss(self, f: Tensor, y: Tensor, own: Tensor) -> None:
         refuse_other_loss("Gaussian", (f - self.targets(f, y)).square().mean(), own)
@@ -179,7 +179,7 @@ class HeteroscedasticGaussian(Likelihood):
                 f"HeteroscedasticGaussian: the network has {f.shape[-1]} outputs; expected an even number: "
                 "the means first, then as many log-variances."
             )
-        return matched(f[..., : f.shape[-1] // 2], y, "HeteroscedasticGaussian")
+        return match_targets(f[..., : f.shape[-1] // 2], y, "HeteroscedasticGaussian")
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         mean, log_variance = f.chunk(2, -1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.likelihoods.base import Likelihood, OutputHessian, matched
+from lapwing.likelihoods.base import Likelihood, OutputHessian, match_targets
 from lapwing.predictives.numbers import CountPredictive
 from lapwing.runtime.state import saved
 from lapwing.runtime.threads import poisson
@@ -28,7 +28,7 @@ class Poisson(Likelihood):
     """
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
-        y = matched(f, y, "Poisson")
+        y = match_targets(f, y, "Poisson")
         wrong = (y < 0) | (y != y.round())
         if bool(wrong.any()):
             raise DataError(f"Poisson: targets include {y[wrong][0].item():g}; expected whole numbers from 0.")

@@ -12,7 +12,7 @@ from torch import Tensor
 from lapwing.data.batches import Data
 from lapwing.data.inputs import check_finite
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.likelihoods.base import HasHessian, Likelihood
+from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.functionals import is_single_map
@@ -226,7 +226,7 @@ class Bound:
     def laplace_variance(self) -> Tensor:
         """Return the variances of the diagonal Laplace approximation at the network's weights, (C, D)."""
         f = self.rows.a @ self.start.mT
-        if isinstance(self.likelihood, HasHessian):
+        if self.likelihood.has_hessian:
             diagonal = self.likelihood.hessian(f, self.rows.y).diagonal
         else:
             diagonal = self.likelihood.root(f, self.rows.y).square().sum(-1)

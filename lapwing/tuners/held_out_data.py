@@ -26,7 +26,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch, check_finite
 from lapwing.data.known_rows import KnownRows
 from lapwing.data.processes import Processes
-from lapwing.likelihoods.base import Likelihood, spread
+from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.networks.network import Network
 from lapwing.problem import named_targets
 from lapwing.runtime.threads import warn_caller
@@ -95,7 +95,7 @@ class FirstOutputs:
         check_finite(f, "outputs of the network")
         ignored = likelihood.ignored(y)
         counts = (~ignored).double()
-        counts = counts if weights is None else counts * spread(weights[few], counts)
+        counts = counts if weights is None else counts * expand_weights(weights[few], counts)
         if likelihood.ignores_common_shift and y.is_floating_point():
             counts = counts.amax(-1, keepdim=True)
         elif likelihood.ignores_common_shift:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lapwing.data.batches import Data
 from lapwing.data.processes import ALONE, Processes
 from lapwing.errors import UnsupportedError
-from lapwing.likelihoods.base import Likelihood, spread
+from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior
 from lapwing.predictives.base import log_density
@@ -700,7 +700,7 @@ def standardised_residuals(base: Any, data: Data) -> Iterator[tuple[Tensor, Tens
         _, y = checked_targets(network, likelihood, batch)
         f = network(batch.inputs).double()
         z = (f - y.double()) / likelihood.noise_variance.to(f).sqrt()
-        counts = None if batch.weights is None else spread(batch.weights, z).expand_as(z).flatten()
+        counts = None if batch.weights is None else expand_weights(batch.weights, z).expand_as(z).flatten()
         yield z.flatten(), counts
 
 

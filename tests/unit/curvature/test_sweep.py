@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.curvature.sweep import DRAWS, MANY, PLAIN, DrawError, Seeds, root_seeds
 from lapwing.errors import UnsupportedError
+from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.dense_jacobian import DenseJacobian
 from lapwing.networks.jacobians import Footprint
 from lapwing.networks.network import Network
@@ -132,7 +133,7 @@ OUTPUTS = {"classes": (3, 5), "tokens": (3, 4, 5)}
 class Rooted(lw.Gaussian):
     """A likelihood of a user, with a root alone."""
 
-    hessian = None
+    hessian = Likelihood.hessian
 
 
 LIKELIHOODS: dict[str, Any] = {

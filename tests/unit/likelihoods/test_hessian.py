@@ -37,7 +37,7 @@ def test_it_is_the_product_of_the_root(name: str) -> None:
 
 def test_single_outputs_add_up() -> None:
     whole = OutputHessian(torch.rand(4, 3, dtype=D))
-    assert_close(torch.stack([whole.only(c).diagonal for c in range(3)]).sum(0), whole.diagonal)
+    assert_close(torch.stack([whole.for_output(c).diagonal for c in range(3)]).sum(0), whole.diagonal)
 
 
 def test_confident_predictions_keep_their_digits() -> None:

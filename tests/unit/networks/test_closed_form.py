@@ -14,6 +14,7 @@ import lapwing as lw
 from lapwing.curvature.dense import FullCurvature
 from lapwing.curvature.sweep import Seeds, Sweep
 from lapwing.data.batches import Data
+from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.network import Network
 from tests.cases import Wrapped
@@ -214,7 +215,7 @@ def test_a_likelihood_without_a_hessian_takes_seeds() -> None:
     """A class of a user that defines the root alone."""
 
     class Mine(lw.Gaussian):
-        hessian = None
+        hessian = Likelihood.hessian
 
     model, data, _ = problem(ENDINGS["linear"], "gaussian")
     one, two = (
