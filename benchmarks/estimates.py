@@ -34,6 +34,7 @@ from benchmarks.spine import cpu_name
 from lapwing.check import CheckReport
 from lapwing.data.batches import Data
 from lapwing.errors import LapwingError
+from lapwing.methods.base import Method, OverNetworks
 from lapwing.methods.cost import Workload
 from lapwing.registry import METHODS
 from lapwing.runtime.state import State
@@ -99,7 +100,7 @@ class Bench:
 
     def seconds(self, call: Callable[[], Any], once: bool = False) -> float:
         """Return the seconds of the shortest call; long calls are not repeated."""
-        return lapwing.trials.clocked(call, self.device, once)
+        return lapwing.trials.shortest_time(call, self.device, once)
 
     def checked(self, timed: bool | list[str]) -> CheckReport:
         return lw.check(self.model, self.batches[0], data=self.count, timed=timed)
@@ -118,12 +119,12 @@ class Bench:
 
         return self.seconds(epoch), self.seconds(forward)
 
-    def measured(self, method: Any, workload: Workload, plain: tuple[float, float]) -> dict[str, float]:
+    def measured(self, method: Method, workload: Workload, plain: tuple[float, float]) -> dict[str, float]:
         """Return the figures of a fit and a prediction."""
         problem = lw.fit(self.model, self.batches[:1], "classification", method="map_only", prior=1.0).posterior.problem
         data, found = Data(self.batches, self.device), []
         fit = self.seconds(lambda: found.append(method.fit(problem, data, None)))
-        predict = lambda: lapwing.trials.used(found[-1].predict(self.x))
+        predict = lambda: lapwing.trials.evaluate(found[-1].predict(self.x))
         first, later = self.seconds(predict, once=True), self.seconds(predict)
         fit += max(0.0, first - later)
         figures = {"fit epochs": fit / plain[0], "fit seconds": fit, "passes": later / plain[1]}
@@ -132,7 +133,7 @@ class Bench:
         found.clear()
         # The peak does not depend on the number of steps.
         quick = method.trial(workload) or method
-        most = peak(lambda: lapwing.trials.used(quick.fit(problem, data, None).predict(self.x)), self.device)
+        most = peak(lambda: lapwing.trials.evaluate(quick.fit(problem, data, None).predict(self.x)), self.device)
         return {**figures, "peak MB": most / 2**20}
 
 
@@ -159,11 +160,11 @@ def run_case(name: str, longest: float, methods: list[str]) -> None:
     counted, timed = bench.checked(False), bench.checked(methods)
     plain = bench.plain()
     for key in methods:
-        method: Any = METHODS[key]()
+        method: Method = METHODS[key]()
         kind = type(method).__name__
         cost = timed.costs[kind]
         row: dict[str, Any] = {"method": kind, "note": cost.note}
-        if cost.supported:
+        if cost.supported and not isinstance(method, OverNetworks):
             row |= {"counted": estimated(counted, kind), "timed": estimated(timed, kind)}
             expected = (cost.fit_seconds or 0.0) + 4 * (cost.predict_seconds or 0.0)
             try:

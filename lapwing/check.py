@@ -176,8 +176,9 @@ def check(
         if targets is not None:
             targets = network.arranged(Batch(inputs, targets.to(device))).targets
         trials = Trials.of(problem, inputs, targets, workload)
-        names = {type(METHODS[name]()).__name__ for name in to_time}
-        costs = {name: trials.timed(methods[name], cost) if name in names else cost for name, cost in costs.items()}
+        for name in (type(METHODS[name]()).__name__ for name in to_time):
+            if name in costs:
+                costs[name] = trials.with_times(methods[name], costs[name])
     return CheckReport(
         workload.weights, _outputs(network), str(network.dtype).removeprefix("torch."), tuple(layers), costs,
         recommended(workload, device, Auto() if auto is None else auto, problem.likelihood.has_logits), workload,
