@@ -322,11 +322,6 @@ def test_priors_that_are_not_positive(method: str) -> None:
     problems.unchanged(model, run)
 
 
-def test_a_rank_below_one() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match="rank is 0; expected an integer of at least 1"):
-        lw.LowRank(rank=0)
-
-
 def test_every_error_is_one_kind() -> None:
     for error in (
         lw.errors.DataError,

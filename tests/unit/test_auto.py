@@ -363,18 +363,6 @@ def test_a_precision_to_be_learned_counts() -> None:
     assert lw.Auto().choose(500, 10_000) == lw.Auto().choose(500, 10_000, tuned=True)
 
 
-@pytest.mark.parametrize("name", ["memory", "seconds"])
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, -math.inf, "a minute", None, True])
-def test_budgets_that_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=rf"{name} is {value!r}; expected a positive number"):
-        lw.Auto(**{name: value})
-
-
-def test_no_samples_are_refused() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match="num_samples is 0; expected an integer of at least 1"):
-        lw.Auto(num_samples=0).choose(500, 10_000)
-
-
 def test_the_class_is_no_method() -> None:
     model, x, y = setting()
     with pytest.raises(lw.errors.UnsupportedError, match=r"method is the class Auto; expected an object: Auto\(\)"):

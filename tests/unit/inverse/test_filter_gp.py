@@ -197,17 +197,6 @@ def test_covariances_that_are_no_sum_of_a_few_are_refused(given: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"variance": -1.0}, "variance is -1.0; expected a positive"), ({"length_scale": float("nan")}, "length_scale"),
-     ({"length_scale": "long"}, "'long'"), ({"blocks": {}}, "expected a mapping from regular expressions"),
-     ({"blocks": {"a": 1}}, "names of blocks"), ({"blocks": [".*"]}, "names of blocks")],
-)  # fmt: skip
-def test_bad_settings_are_refused(settings: Any, message: str) -> None:
-    with pytest.raises(lw.LapwingError, match=message):
-        filter_gp(**settings)
-
-
-@pytest.mark.parametrize(
     ("blocks", "message"),
     [({"down.*": "a"}, "'wide.weight' matches 0"), ({".*": "a", "do.*": "b"}, "'down.weight' matches 2"),
      ({"(": "a"}, "no regular expression")],

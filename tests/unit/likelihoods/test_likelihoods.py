@@ -217,22 +217,6 @@ def test_targets_that_do_not_fit_say_what_was_seen_and_expected(number: int) -> 
         likelihood.targets(f, y)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: lw.Gaussian(noise_std=0.0), "noise_std is 0.0; expected a positive number"),
-        (lambda: lw.Gaussian(noise_std=-1.0), "noise_std is -1.0"),
-        (lambda: lw.Gaussian(noise_std=math.nan), "noise_std is nan"),
-        (lambda: lw.Gaussian(noise_std=(0.1, math.inf)), "inf"),
-        (lambda: lw.Categorical(link="logit"), "link is 'logit'; expected one of pairwise, probit, bridge, mc"),
-        (lambda: lw.Bernoulli(link="bridge"), "link is 'bridge'; expected one of probit, quadrature"),
-    ],
-)
-def test_settings_that_make_no_sense(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(lw.errors.DataError, match=message):
-        make()
-
-
 @pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.HeteroscedasticGaussian()])
 def test_no_dispersion_where_there_is_none(likelihood: Any) -> None:
     assert likelihood.dispersion.item() == 1

@@ -188,12 +188,6 @@ def test_a_network_without_dropout(p: float | None) -> None:
         fitted(model)
 
 
-@pytest.mark.parametrize("samples", [0, 1])
-def test_too_few_samples(samples: int) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=f"samples is {samples}; expected an integer of at least 2"):
-        lw.baselines.MCDropout(samples=samples)
-
-
 def test_a_model_in_training_mode() -> None:
     with pytest.raises(lw.errors.ModelError, match="is in training mode; expected evaluation mode"):
         fitted(net().train())

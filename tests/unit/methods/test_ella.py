@@ -202,22 +202,6 @@ def test_the_prior_is_learned_where_none_is_given() -> None:
 # Refused.
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_landmarks": 0}, "num_landmarks is 0; expected an integer of at least 1"),
-        ({"num_landmarks": -3}, "num_landmarks is -3; expected an integer of at least 1"),
-        ({"num_landmarks": None}, "num_landmarks is None; expected an integer"),
-        ({"rank": 0}, "rank is 0; expected an integer of at least 1"),
-        ({"rank": 2.5}, "rank is 2.5; expected an integer"),
-        ({"residual": "no"}, "residual is 'no'; expected True or False"),
-    ],
-)
-def test_settings_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=message):
-        lw.ELLA(**settings)
-
-
 def test_a_prior_that_needs_the_curvature_first() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"g_prior\(\) takes its scale from the curvature.* ELLA\(\)"):
         fitted(lw.ELLA(), prior=lw.priors.g_prior())

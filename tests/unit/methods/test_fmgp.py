@@ -166,27 +166,6 @@ def test_the_prior_over_weights_has_no_say() -> None:
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_inducing": 0}, "num_inducing is 0; expected an integer of at least 1"),
-        ({"num_inducing": True}, "num_inducing is True; expected an integer"),
-        ({"steps": 0}, "steps is 0; expected an integer of at least 1"),
-        ({"steps": 3.5}, "steps is 3.5; expected an integer"),
-        ({"batch_size": 2.5}, "batch_size is 2.5; expected an integer"),
-        ({"learning_rate": math.inf}, "learning_rate is inf; expected a positive, finite number"),
-        ({"batch_size": 0}, "batch_size is 0; expected an integer of at least 1"),
-        ({"patience": 0}, "patience is 0; expected an integer of at least 1"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a positive, finite number"),
-        ({"learning_rate": math.nan}, "learning_rate is nan; expected a positive, finite number"),
-        ({"kernel": "matern"}, "kernel is 'matern'; expected one of rbf, features"),
-    ],
-)
-def test_settings_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=message):
-        lw.FMGP(**settings)
-
-
 def test_tokens_are_refused() -> None:
     case = BY_NAME["token_level"]
     with pytest.raises(lw.errors.UnsupportedError, match=r"FMGP\(\) takes outputs \(B, C\), not tokens \(B, T, C\)"):

@@ -131,43 +131,6 @@ def test_other_batches_give_the_same() -> None:
         assert off(two.functions(x[1:2]).cov, cov[1:2]) < 1e-6
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "mode": ({"mode": "linear"}, "mode is 'linear'; expected one of nonlinear, linearised, pretrained"),
-    "variant": ({"variant": "median"}, "variant is 'median'; expected one of mean, absolute, random"),
-    "solver": ({"solver": "sgd"}, "solver is 'sgd'; expected one of newton, adam"),
-    "lam of zero": ({"lam": 0.0}, "lam is 0.0; expected a positive, finite number"),
-    "negative lam": ({"lam": -1.0}, "lam is -1.0; expected a positive, finite number"),
-    "lam that is none": ({"lam": math.nan}, "lam is nan; expected a positive, finite number"),
-    "endless lam": ({"lam": math.inf}, "lam is inf; expected a positive, finite number"),
-    "no pushes": ({"pushes": 0}, "pushes is 0; expected an integer of at least 1"),
-    "no steps": ({"steps": 0}, "steps is 0; expected an integer of at least 1"),
-    "half a step": ({"steps": 1.5}, "steps is 1.5; expected an integer"),
-    "no batch": ({"batch_size": -3}, "batch_size is -3; expected an integer of at least 1"),
-    "no rate": ({"learning_rate": 0.0}, "learning_rate is 0.0; expected a positive, finite number"),
-    "rate that is none": ({"learning_rate": math.nan}, "learning_rate is nan; expected a positive, finite number"),
-    "negative drift": ({"drift": -1.0}, "drift is -1.0; expected at least zero; math.inf allows any"),
-    "drift that is none": ({"drift": math.nan}, "drift is nan; expected at least zero"),
-    "no tolerance": ({"tolerance": 0.0}, "tolerance is 0.0; expected a positive number, or None for the default"),
-    "tolerance that is none": ({"tolerance": math.nan}, "tolerance is nan; expected a positive number"),
-    "no solution": (
-        {"mode": "linearised", "tolerance": math.inf},
-        "tolerance is inf; expected below 1 in the mode 'linearised', where a residual of 1 is no solution",
-    ),
-    "calibration of variances": (
-        {"calibration": []},
-        "calibration data for the mode 'nonlinear', whose variances have their scale; leave them",
-    ),
-    "dtype": ({"dtype": torch.float16}, r"dtype is torch.float16; expected torch.float64, torch.float32 or None"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_settings_that_are_none(name: str) -> None:
-    settings, message = WRONG[name]
-    with pytest.raises(lw.errors.UnsupportedError, match=message):
-        lw.HFL(**settings)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_g_prior_is_refused(mode: str) -> None:
     with pytest.raises(

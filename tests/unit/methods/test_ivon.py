@@ -170,24 +170,6 @@ def test_a_rate_that_is_too_high() -> None:
         problems.unchanged(model, lambda rate=rate: run(rate))
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "rate": ({"learning_rate": 0.0}, r"learning_rate is 0\.0; expected a positive, finite number"),
-    "curvature": ({"hess_init": float("nan")}, "hess_init is nan; expected a positive, finite number"),
-    "beta1": ({"beta1": 1.0}, r"beta1 is 1\.0; expected a number of at least 0 and below 1"),
-    "beta2": ({"beta2": -0.1}, r"beta2 is -0\.1; expected a number of at least 0 and below 1, or None"),
-    "decay": ({"weight_decay": -1.0}, r"weight_decay is -1\.0; expected a positive, finite number, or None"),
-    "samples": ({"samples": 1}, "samples is 1; expected an integer of at least 2"),
-    "epochs": ({"epochs": 0}, "epochs is 0; expected an integer of at least 1"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_settings(name: str) -> None:
-    settings, message = WRONG[name]
-    with pytest.raises(lw.errors.UnsupportedError, match=message):
-        lw.baselines.IVON(**settings)
-
-
 def test_priors_that_it_does_not_take() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"a g-prior follows the curvature"):
         fitted(prior=lw.priors.g_prior())

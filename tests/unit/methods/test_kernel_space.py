@@ -187,12 +187,6 @@ def test_too_many_rows_are_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("curvature", ["hessian", "fisher_mc", "none"])
-def test_other_curvatures_are_refused(curvature: str) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=f"curvature is '{curvature}'; expected one of ggn"):
-        fitted(BY_NAME["mlp"], lw.KernelSpace(curvature=curvature), 1.0)
-
-
 @pytest.mark.parametrize("prior", [1e-3, 10.0])
 def test_float32_where_eigenvalues_are_far_apart(prior: float) -> None:
     """400 of them, over a range that float32 does not have: those that matter are all there."""

@@ -375,29 +375,6 @@ def test_a_rate_that_cannot_be_found() -> None:
 # What is refused
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "snapshots": ({"snapshots": 1, "rank": 1}, "snapshots is 1; expected an integer of at least 2"),
-    "rank": ({"rank": 1}, "rank is 1; expected an integer of at least 2"),
-    "samples": ({"samples": 0}, "samples is 0; expected an integer of at least 2"),
-    "more": ({"snapshots": 5, "rank": 6}, "rank is 6 and snapshots 5; expected no more deviations than snapshots"),
-    "rate": ({"learning_rate": 0.0}, r"learning_rate is 0\.0; expected a positive, finite number"),
-    "no rate": ({"learning_rate": float("nan")}, "learning_rate is nan; expected a positive, finite number"),
-    "momentum": ({"momentum": 1.0}, r"momentum is 1\.0; expected a number of at least 0 and below 1"),
-    "decay": ({"weight_decay": -1.0}, r"weight_decay is -1\.0; expected a finite number of at least 0, or None"),
-    "epochs": ({"epochs_between": 0}, "epochs_between is 0; expected an integer of at least 1"),
-    "steps": ({"steps_between": 0}, "steps_between is 0; expected an integer of at least 1"),
-    "batch": ({"batch_size": 0}, "batch_size is 0; expected an integer of at least 1"),
-    "both": ({"steps_between": 4, "epochs_between": 2}, "steps_between is 4 and epochs_between 2; expected one of"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_settings(name: str) -> None:
-    settings, message = WRONG[name]
-    with pytest.raises(lw.errors.UnsupportedError, match=message):
-        lw.baselines.SWAG(**settings)
-
-
 def test_one_mini_batch_has_no_noise() -> None:
     with pytest.raises(
         lw.errors.UnsupportedError, match=r"all 11 data are one mini-batch of batch_size=11; .*Lower batch"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from functools import cache
@@ -101,29 +100,6 @@ def test_progress_shows_the_objective(capsys: pytest.CaptureFixture[str]) -> Non
         assert "inducing points" in capsys.readouterr().err
         assert_close(loud.functions(curve()[0]).cov, fitted(METHODS[method], progress=False).functions(curve()[0]).cov)
         assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_inducing": 0}, "num_inducing is 0; expected an integer of at least 1"),
-        ({"steps": 0}, "steps is 0; expected an integer of at least 1"),
-        ({"batch_size": 0}, "batch_size is 0; expected an integer of at least 1"),
-        ({"patience": 0}, "patience is 0; expected an integer of at least 1"),
-        ({"candidates": 0}, "candidates is 0; expected an integer of at least 1"),
-        ({"learning_rate": 0.0}, "learning_rate is 0.0; expected a positive, finite number"),
-        ({"learning_rate": math.nan}, "learning_rate is nan; expected a positive, finite number"),
-        ({"alpha": -0.1}, "alpha is -0.1; expected a number between 0 and 1"),
-        ({"alpha": 1.5}, "alpha is 1.5; expected a number between 0 and 1"),
-        ({"start": "grid"}, "start is 'grid'; expected one of greedy, trace, kmeans, random"),
-        ({"optimiser": "sgd"}, "optimiser is 'sgd'; expected one of lbfgs, adam, none"),
-        ({"alpha": 1.0, "optimiser": "lbfgs"}, 'collapsed bound belongs to alpha=0; use optimiser="adam"'),
-        ({"alpha": 0.5, "optimiser": "none"}, 'collapsed bound belongs to alpha=0; use optimiser="adam"'),
-    ],
-)
-def test_settings_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=message):
-        lw.VaLLA(**settings)
 
 
 def test_energies_without_a_closed_form() -> None:

@@ -220,22 +220,6 @@ def test_features_are_computed_once() -> None:
 # What is refused
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "odd": ({"samples": 3}, "samples is 3; expected an even number"),
-    "none": ({"samples": 0}, "samples is 0; expected an integer of at least 2"),
-    "tolerance": ({"tolerance": float("nan")}, "tolerance is nan; expected a positive, finite number"),
-    "steps": ({"max_steps": 0}, "max_steps is 0; expected an integer of at least 1"),
-    "seed": ({"seed": -1}, "seed is -1; expected an integer of at least 0"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_settings(name: str) -> None:
-    settings, message = WRONG[name]
-    with pytest.raises(lw.errors.UnsupportedError, match=message):
-        variational(**settings)
-
-
 class Scaled(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = super().forward(x)

@@ -68,26 +68,6 @@ def test_real_numbers() -> None:
     assert not any(is_real(value) for value in (True, "0", None, 1j))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_inducing": 10.5}, "num_inducing is 10.5; expected an integer"),
-        ({"num_inducing": True}, "num_inducing is True; expected an integer"),
-        ({"num_inducing": "10"}, "num_inducing is '10'; expected an integer"),
-        ({"num_inducing": None}, "num_inducing is None; expected an integer"),
-        ({"steps": 3.5}, "steps is 3.5; expected an integer"),
-        ({"candidates": 10.5}, "candidates is 10.5; expected an integer"),
-        ({"learning_rate": math.inf}, "learning_rate is inf; expected a positive, finite number"),
-        ({"alpha": "0"}, "alpha is '0'; expected a number between 0 and 1"),
-        ({"alpha": False}, "alpha is False; expected a number between 0 and 1"),
-        ({"alpha": math.nan}, "alpha is nan; expected a number between 0 and 1"),
-    ],
-)
-def test_settings_of_valla(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=message):
-        lw.VaLLA(**settings)
-
-
 def test_valla_chooses_its_number_of_steps() -> None:
     assert lw.VaLLA(steps=None).steps is None
 

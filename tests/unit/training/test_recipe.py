@@ -19,34 +19,6 @@ from tests.unit.training.settings import arrays, kept, mlp, set_to
 D = torch.float64
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"epochs": 0}, "epochs is 0"),
-        ({"epochs": -2}, "epochs is -2"),
-        ({"frequency": 0}, "frequency is 0; expected an integer of at least 1"),
-        ({"burn_in": -1}, "burn_in is -1; expected an integer of at least 0"),
-        ({"optimiser": "rmsprop"}, "optimiser is 'rmsprop'; expected one of adam, sgd, lbfgs"),
-        ({"rate": 0.0}, "rate is 0.0"),
-        ({"rate": -1e-3}, "rate is -0.001"),
-        ({"rate": float("nan")}, "rate is nan"),
-        ({"rate": float("inf")}, "rate is inf"),
-        ({"rate": 1e-4, "last_rate": 1e-3}, "expected 0 < last <= first"),
-        ({"last_rate": 0.0}, "last_rate is 0.0; expected a positive"),
-        ({"method": lw.Kron}, "method is the class Kron, not an object; expected an object"),
-        ({"method": "kron"}, "method is 'kron'"),
-        ({"update": lw.tuners.Ascend}, "update is the class Ascend, not an object; expected a tuner"),
-        ({"update": 3}, "update is 3; expected a tuner"),
-        ({"prior": 2.0}, "prior is 2.0; expected an object such as lw.per_layer"),
-        ({"prior": lw.per_layer}, "expected an object such as lw.per_layer"),
-    ],
-)
-@pytest.mark.parametrize("make", [recipes.online, recipes.classic])
-def test_bad_settings(make: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(errors.UnsupportedError, match=message):
-        make(**settings)
-
-
 def test_settings_have_their_place() -> None:
     recipe = recipes.classic(epochs=7, prior=lw.per_layer(2.0), seed=3)
     assert (recipe.epochs, recipe.seed, recipe.optimiser) == (7, 3, "lbfgs")

@@ -367,9 +367,6 @@ def test_what_is_no_tuner() -> None:
         plain.tuned(lw.tuners.LinearMode(data))
     with pytest.raises(lw.errors.UnsupportedError, match="PointPosterior has no weights to optimise"):
         lw.fit(MLP.build(), data, "classification", method=lw.baselines.MapOnly(), tuner=lw.tuners.LinearMode())
-    for mean in ("mode", "Tangent", None):
-        with pytest.raises(lw.errors.UnsupportedError, match=r"mean is .*; expected one of network, tangent"):
-            lw.tuners.LinearMode(mean=mean)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -435,13 +435,6 @@ def test_bad_input() -> None:
     for block in (0, -3):
         with pytest.raises(lw.errors.UnsupportedError, match=f"block is {block}; expected an integer of at least 1"):
             lw.tuners.evidence_bound(posterior, data, block=block)
-        with pytest.raises(lw.errors.UnsupportedError, match=f"block is {block}"):
-            lw.tuners.MaximiseBound(data, block=block)
-    with pytest.raises(lw.errors.UnsupportedError, match="steps is 0"):
-        lw.tuners.MaximiseBound(data, steps=0)
-    for rate in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(lw.errors.UnsupportedError, match="rate"):
-            lw.tuners.MaximiseBound(data, rate=rate)
     with pytest.raises(lw.errors.UnsupportedError, match="needs the training data: MaximiseBound"):
         posterior.tuned(lw.tuners.MaximiseBound())
     with pytest.raises(lw.errors.UnsupportedError, match="tuner is the class MaximiseBound; expected an object"):

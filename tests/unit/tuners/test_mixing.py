@@ -721,12 +721,6 @@ def test_cross_validation_of_a_metric_of_ones_own() -> None:
     assert sum(seen) == sum(HELD) * len(VALUES)
 
 
-@pytest.mark.parametrize("folds", [1, 0, -2])
-def test_less_than_two_folds_are_refused(folds: int) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=rf"folds is {folds}; expected an integer of at least 2"):
-        lw.tuners.CrossValidated(HELD_OUT, folds=folds)
-
-
 def test_one_datum_makes_no_folds() -> None:
     fitted, held = setting()
     with pytest.raises(lw.errors.DataError, match="the held-out data give 1 fold; expected at least 2 data"):
@@ -874,20 +868,6 @@ def test_a_best_value_at_the_edge_is_told(make: Any) -> None:
     )
     assert sure.trace.findings[-1] == "the best value is at the edge of those tried: try further out"
     assert "edge" in str(sure.trace)
-
-
-@pytest.mark.parametrize(
-    "values", [(), [], (0.0,), (-1.0, 1.0), (math.nan,), (math.inf, 1.0), 3.0, "abc", None, ("a",)]
-)
-def test_values_that_are_none_are_refused(values: Any) -> None:
-    with pytest.raises(
-        lw.errors.UnsupportedError, match=r"precisions is .*; expected a list of positive, finite numbers"
-    ):
-        lw.tuners.Grid(HELD_OUT, values)
-    with pytest.raises(lw.errors.UnsupportedError, match=r"precisions is .*; expected"):
-        lw.tuners.CrossValidated(HELD_OUT, values)
-    with pytest.raises(lw.errors.UnsupportedError, match=r"temperatures is .*; expected"):
-        lw.tuners.Temperature(HELD_OUT, values)
 
 
 @pytest.mark.parametrize(

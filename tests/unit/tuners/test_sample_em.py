@@ -369,15 +369,6 @@ def test_weights_at_the_prior_mean_have_no_optimum() -> None:
     assert error.value.posterior.problem.prior.values.item() == 2.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"mode": "map"}, "mode is 'map'; expected one of tangent, network"), ({"max_steps": 0}, "max_steps is 0")],
-)
-def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=message):
-        lw.tuners.SampleEM(**settings)
-
-
 def test_posteriors_that_are_refused() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"WeightPosterior has no samples; use method=Sampled\(\)"):
         fitted(method=lw.Full()).tuned(lw.tuners.SampleEM(data()))
