@@ -2,10 +2,10 @@
 
 Class probabilities: ``categorical_nll``, ``accuracy``, ``brier``, ``ece``, ``adaptive_ece``, ``classwise_ece``,
 ``calibration``. Numbers: ``normal_nll``, ``rmse``, ``mae``, ``crps``, ``crps_samples``. Intervals and quantiles:
-``coverage``, ``interval_width``, ``picp``, ``mpiw``, ``pit``, ``pit_samples``, ``cqm``. Detection of inputs from
-outside the training distribution: ``auroc``, ``aupr``, ``fpr95``. Abstaining: ``risk_coverage``, ``aurc``. Labels of
-several inputs together: ``joint_log_likelihood``, ``dyadic_log_likelihood``. The uncertainty of any score:
-``bootstrap``. Nothing here knows a model or a posterior.
+``coverage``, ``interval_width``, ``pit``, ``pit_samples``, ``cqm``. Detection of inputs from outside the training
+distribution: ``auroc``, ``aupr``, ``fpr95``. Abstaining: ``risk_coverage``, ``aurc``. Labels of several inputs
+together: ``joint_log_likelihood``. The uncertainty of any score: ``bootstrap``. Nothing here knows a model or a
+posterior.
 
 >>> import torch
 >>> rmse(torch.zeros(2), torch.tensor([3.0, 3.0]))
@@ -55,7 +55,6 @@ from lapwing.values.arrays import (
     mean_of_ties,
     normal,
     numbers,
-    positive,
     same_shape,
     within_one,
 )
@@ -75,8 +74,6 @@ __all__ = [
     "crps_samples",
     "coverage",
     "interval_width",
-    "picp",
-    "mpiw",
     "pit",
     "pit_samples",
     "cqm",
@@ -86,7 +83,6 @@ __all__ = [
     "risk_coverage",
     "aurc",
     "joint_log_likelihood",
-    "dyadic_log_likelihood",
     "bootstrap",
 ]
 
@@ -399,44 +395,6 @@ def interval_width(low: Values, high: Values) -> float:
     return float((high - low).mean())
 
 
-def picp(mean: Values, std: Values, y: Values, level: float = 0.95) -> float:
-    """Return the share of targets inside the central intervals of N(mean, std²) (PICP): the level, if calibrated.
-
-    Args:
-        mean: Predicted means, of any shape.
-        std: Predicted standard deviations, in the shape of the mean.
-        y: Targets, in the same shape.
-        level: The probability of the intervals.
-
-    Raises:
-        DataError: The shapes differ, or the level is not between 0 and 1.
-
-    >>> picp(torch.zeros(2), torch.ones(2), torch.tensor([0.6, 0.7]), level=0.5)
-    0.5
-    """
-    mean, std, y = normal(mean, std, y)
-    half = _half_width(level) * std
-    return coverage(mean - half, mean + half, y)
-
-
-def mpiw(std: Values, level: float = 0.95) -> float:
-    """Return the mean width of the central intervals of normal predictions (MPIW), in the units of the target.
-
-    Args:
-        std: Predicted standard deviations, of any shape.
-        level: The probability of the intervals.
-
-    Raises:
-        DataError: A standard deviation is not positive, or the level is not between 0 and 1.
-
-    >>> round(mpiw(torch.tensor([1.0, 3.0])), 2)
-    7.84
-    """
-    (std,) = same_shape(std=std)
-    positive(std)
-    return 2 * _half_width(level) * float(std.mean())
-
-
 def pit(mean: Values, std: Values, y: Values) -> Tensor:
     """Return the probability that N(mean, std²) gives to values below y (PIT): uniform in [0, 1], if calibrated.
 
@@ -518,12 +476,6 @@ def cqm(pit_values: Values, levels: Sequence[float] | None = None) -> float:
     return float((integral(ends[1:]) - integral(ends[:-1])).sum())
 
 
-def _half_width(level: float) -> float:
-    """Return half the width of the central interval of N(0, 1)."""
-    PROBABILITY.check("level", level)
-    return float(torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64)))
-
-
 def _ends(**values: Values) -> tuple[Tensor, ...]:
     """Return the ends of intervals, and targets; raise if a lower end is above its upper end."""
     low, high, *y = same_shape(**values)
@@ -552,52 +504,6 @@ def joint_log_likelihood(probs: Values, y: Values, *, ignore_index: int = -100) 
     return float(right.log().sum(1).logsumexp(0)) - math.log(len(right))
 
 
-def dyadic_log_likelihood(
-    probs: Values,
-    y: Values,
-    *,
-    repeats: int = 10,
-    pairs: int = 1000,
-    ignore_index: int = -100,
-    generator: torch.Generator | None = None,
-) -> float:
-    """Return the mean joint log-probability of labels that are drawn with replacement from random pairs of inputs.
-
-    For a pair of inputs, m of the labels are the first one's and the other ``repeats`` - m the second one's, with m
-    binomial; the mean over m is exact. Few inputs that occur often show whether a posterior knows how outputs depend
-    on each other (Osband et al. 2022).
-
-    Args:
-        probs: Class probabilities under each draw, (S, B, C), or (S, B, C, H, W) of images.
-        y: Labels, (B,), or (B, H, W).
-        repeats: The number of labels that are scored together.
-        pairs: The number of pairs, drawn from all inputs.
-        ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
-        generator: For the pairs; a fixed seed by default.
-
-    Returns:
-        The log-probability of ``repeats`` labels; divide by ``repeats`` for that of one.
-
-    Raises:
-        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
-
-    >>> draws = torch.tensor([[[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]])
-    >>> round(dyadic_log_likelihood(draws, torch.tensor([1, 1])), 4)
-    -0.6931
-    """
-    integer().check("repeats", repeats)
-    integer().check("pairs", pairs)
-    right = _right(probs, y, ignore_index)
-    first, second = _random_pairs(right, pairs, generator)
-    total = 0.0
-    for m in range(repeats + 1):
-        # xlogy(0, 0) is 0: a label of probability zero that does not occur costs nothing.
-        together = torch.xlogy(m, right[:, first]) + torch.xlogy(repeats - m, right[:, second])
-        weight = math.comb(repeats, m) / 2**repeats
-        total += weight * (float(together.logsumexp(0).mean()) - math.log(len(right)))
-    return total
-
-
 def _right(probs: Values, y: Values, ignore_index: int) -> Tensor:
     """Return the probabilities of the labels under each draw, (S, B), without the ignored ones."""
     probs, y = numbers("probs", probs), numbers("y", y)
@@ -608,16 +514,6 @@ def _right(probs: Values, y: Values, ignore_index: int) -> Tensor:
         )
     flat, repeated = labels(probs.flatten(0, 1), y.repeat(len(probs), *[1] * (y.ndim - 1)), ignore_index)
     return flat.gather(1, repeated.unsqueeze(1)).reshape(len(probs), -1)
-
-
-def _random_pairs(right: Tensor, pairs: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Return the numbers of two different inputs for each pair."""
-    count = right.shape[1]
-    if count < 2:
-        raise DataError(f"y has {count} label that counts; expected at least two for pairs.")
-    draws = uniform((2, pairs), independent_generator(generator), right)
-    first, step = (draws[0] * count).long(), 1 + (draws[1] * (count - 1)).long()
-    return first, (first + step) % count
 
 
 def normal_nll(mean: Values, std: Values, y: Values) -> float:

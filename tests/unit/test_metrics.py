@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from itertools import permutations, product
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -349,13 +349,13 @@ def test_coverage_counts_the_ends_and_width_is_a_mean() -> None:
 
 
 @pytest.mark.parametrize("level", [0.03, 0.5, 0.95])
-def test_picp_and_mpiw_equal_intervals_of_scipy(
+def test_coverage_and_width_of_intervals_of_scipy(
     intervals_predicted: tuple[torch.Tensor, torch.Tensor, torch.Tensor], level: float
 ) -> None:
     mean, std, y = (t.numpy() for t in intervals_predicted)
     low, high = stats.norm(mean, std).interval(level)
-    assert metrics.picp(*intervals_predicted, level) == pytest.approx(np.mean((low <= y) & (y <= high)))
-    assert metrics.mpiw(intervals_predicted[1], level) == pytest.approx((high - low).mean(), rel=1e-10)
+    assert metrics.coverage(low, high, y) == pytest.approx(np.mean((low <= y) & (y <= high)))
+    assert metrics.interval_width(low, high) == pytest.approx((high - low).mean(), rel=1e-10)
 
 
 def test_pit_equals_scipy(intervals_predicted: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
@@ -388,7 +388,10 @@ def test_pit_of_many_draws_is_near_that_of_their_distribution() -> None:
 
 def test_cqm_equals_a_loop_over_levels(intervals_predicted: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     levels = [0.1, 0.37, 0.8, 0.99]
-    expected = np.mean([abs(metrics.picp(*intervals_predicted, level) - level) for level in levels])
+    mean, std, y = intervals_predicted
+    ends = [stats.norm(mean.numpy(), std.numpy()).interval(level) for level in levels]
+    covered = [metrics.coverage(low, high, y.numpy()) for low, high in ends]
+    expected = np.mean([abs(share - level) for share, level in zip(covered, levels, strict=True)])
     assert metrics.cqm(metrics.pit(*intervals_predicted), levels) == pytest.approx(expected, rel=1e-10)
     assert metrics.cqm(metrics.pit(*intervals_predicted), torch.tensor(levels, dtype=D)) == pytest.approx(
         expected, rel=1e-10
@@ -422,10 +425,6 @@ def test_the_ends_of_intervals_belong_to_them() -> None:
 @pytest.mark.parametrize("level", [0.0, 1.0, 95, -0.1, None, "0.9", True])
 def test_levels_that_are_no_probabilities_are_refused(level: float) -> None:
     one = torch.ones(3)
-    with pytest.raises(DataError, match="expected a probability between 0 and 1"):
-        metrics.picp(one, one, one, level)
-    with pytest.raises(DataError, match="expected a probability between 0 and 1"):
-        metrics.mpiw(one, level)
     with pytest.raises(DataError, match="expected a list of probabilities"):
         metrics.cqm(0.5 * one, [0.5, level])
 
@@ -436,12 +435,11 @@ def test_values_that_are_no_quantiles_are_refused() -> None:
     for wrong in ([], 0.5, "abc"):
         with pytest.raises(DataError, match="expected a list of probabilities"):
             metrics.cqm(torch.tensor([0.5]), wrong)  # type: ignore[arg-type]
-    for call in (lambda: metrics.mpiw(torch.zeros(3)), lambda: metrics.pit(*-torch.ones(3, 2))):
-        with pytest.raises(DataError, match="expected positive numbers"):
-            call()
+    with pytest.raises(DataError, match="expected positive numbers"):
+        metrics.pit(*-torch.ones(3, 3))
 
 
-# Joint log-likelihoods against products over inputs, and every draw of the dyadic labels written out.
+# Joint log-likelihoods against products over inputs.
 
 GENERATOR = torch.Generator().manual_seed(12)
 PROBS = torch.randn(6, 4, 3, generator=GENERATOR, dtype=torch.float64).mul(2).softmax(2)
@@ -475,60 +473,13 @@ def test_many_inputs_do_not_underflow() -> None:
     assert metrics.joint_log_likelihood(probs, y) == pytest.approx(5000 * math.log(0.5))
 
 
-def test_dyadic_log_likelihood_equals_all_draws_of_labels_from_the_only_pair() -> None:
-    """With two inputs every pair is the same; three labels are drawn in 2³ ways."""
-    probs, y = PROBS[:, :2], Y[:2]
-    expected = sum(joint(probs.tolist(), list(inputs), y.tolist()) for inputs in product([0, 1], repeat=3)) / 8
-    assert metrics.dyadic_log_likelihood(probs, y, repeats=3, pairs=5) == pytest.approx(expected, rel=1e-12)
-
-
-def test_dyadic_log_likelihood_is_near_the_mean_over_all_pairs() -> None:
-    repeats, each = 4, []
-    for first, second in product(range(4), repeat=2):
-        if first != second:
-            ways = product([first, second], repeat=repeats)
-            each.append(sum(joint(PROBS.tolist(), list(inputs), Y.tolist()) for inputs in ways) / 2**repeats)
-    exact = torch.tensor(each, dtype=torch.float64)
-    score = metrics.dyadic_log_likelihood(PROBS, Y, repeats=repeats, pairs=2000)
-    assert abs(score - float(exact.mean())) < 5 * float(exact.std()) / math.sqrt(2000)
-
-
-def test_one_repeat_is_the_log_likelihood_of_single_labels() -> None:
-    probs = PROBS[:, :2]
-    expected = -metrics.categorical_nll(probs.mean(0), Y[:2])
-    assert metrics.dyadic_log_likelihood(probs, Y[:2], repeats=1) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_posterior_that_knows_what_depends_on_what_scores_higher() -> None:
-    """Both give each label the probability ½. In the first the labels of all inputs are the same."""
-    same = torch.eye(2).unsqueeze(1).repeat(1, 4, 1)
-    apart = torch.full((2, 4, 2), 0.5)
-    y = torch.ones(4, dtype=torch.long)
-    assert metrics.dyadic_log_likelihood(same, y) == pytest.approx(math.log(0.5))
-    assert metrics.dyadic_log_likelihood(apart, y) == pytest.approx(10 * math.log(0.5))
-
-
 def test_a_label_that_no_draw_allows() -> None:
     probs = torch.tensor([[[1.0, 0.0], [0.5, 0.5]]])
     assert metrics.joint_log_likelihood(probs, torch.tensor([1, 0])) == -math.inf
-    assert metrics.dyadic_log_likelihood(probs, torch.tensor([1, 0])) == -math.inf
-    # Each draw forbids one label; the cases in which only the other label occurs count still.
-    either = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [1.0, 0.0]]])
-    expected = (math.log(0.5) + 2 * math.log(0.5) + 0) / 4
-    assert metrics.dyadic_log_likelihood(either, torch.tensor([0, 0]), repeats=2) == pytest.approx(expected)
 
 
-def test_equal_seeds_give_equal_pairs() -> None:
-    def seeded(seed: int) -> float:
-        return metrics.dyadic_log_likelihood(PROBS, Y, pairs=5, generator=torch.Generator().manual_seed(seed))
-
-    assert seeded(3) == seeded(3)
-    assert len({round(seeded(seed), 9) for seed in range(5)}) > 1
-    assert metrics.dyadic_log_likelihood(PROBS, Y, pairs=5) == metrics.dyadic_log_likelihood(PROBS, Y, pairs=5)
-
-
-@pytest.mark.parametrize("score", [metrics.joint_log_likelihood, metrics.dyadic_log_likelihood])
-def test_ignored_labels_and_images(score: Callable[..., float]) -> None:
+def test_joint_log_likelihood_of_ignored_labels_and_images() -> None:
+    score = metrics.joint_log_likelihood
     some = torch.tensor([2, -100, 1, 2])
     kept = score(PROBS[:, some != -100], some[some != -100])
     assert score(PROBS, some) == pytest.approx(kept, rel=1e-12)
@@ -536,8 +487,8 @@ def test_ignored_labels_and_images(score: Callable[..., float]) -> None:
     assert score(images, mask) == pytest.approx(kept, rel=1e-12)
 
 
-@pytest.mark.parametrize("score", [metrics.joint_log_likelihood, metrics.dyadic_log_likelihood])
-def test_what_is_no_draw_of_probabilities_is_refused(score: Callable[..., float]) -> None:
+def test_what_is_no_draw_of_probabilities_is_refused() -> None:
+    score = metrics.joint_log_likelihood
     for wrong in (PROBS[0], PROBS[:0], PROBS[:, :3], PROBS.transpose(0, 1)):
         with pytest.raises(DataError, match=r"expected \(S, B, C\)"):
             score(wrong, Y)
@@ -547,14 +498,6 @@ def test_what_is_no_draw_of_probabilities_is_refused(score: Callable[..., float]
         score(PROBS, Y + 1)
     with pytest.raises(DataError, match="whole class numbers"):
         score(PROBS, Y.double())
-
-
-def test_pairs_need_two_inputs_and_whole_numbers() -> None:
-    with pytest.raises(DataError, match="at least two"):
-        metrics.dyadic_log_likelihood(PROBS[:, :1], Y[:1])
-    for wrong in ({"repeats": 0}, {"pairs": 2.5}, {"generator": 3}):
-        with pytest.raises(UnsupportedError, match="expected"):
-            metrics.dyadic_log_likelihood(PROBS, Y, **wrong)  # type: ignore[arg-type]
 
 
 # Detection of unusual inputs against scikit-learn.
@@ -798,8 +741,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "crps_samples": (metrics.crps_samples, (DRAWS, ARRAYS_Y)),
     "coverage": (metrics.coverage, (MEAN - STD, MEAN + STD, ARRAYS_Y)),
     "interval_width": (metrics.interval_width, (MEAN - STD, MEAN + STD)),
-    "picp": (metrics.picp, (MEAN, STD, ARRAYS_Y)),
-    "mpiw": (metrics.mpiw, (STD,)),
     "pit": (metrics.pit, (MEAN, STD, ARRAYS_Y)),
     "pit_samples": (metrics.pit_samples, (DRAWS, ARRAYS_Y)),
     "cqm": (metrics.cqm, (ARRAYS_PROBS,)),
@@ -809,7 +750,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "risk_coverage": (lambda *data: metrics.risk_coverage(*data).risk, (ARRAYS_SCORES, ARRAYS_SCORES > 0)),
     "aurc": (metrics.aurc, (ARRAYS_SCORES, ARRAYS_SCORES > 0)),
     "joint_log_likelihood": (metrics.joint_log_likelihood, (SAMPLED, LABELS)),
-    "dyadic_log_likelihood": (metrics.dyadic_log_likelihood, (SAMPLED, LABELS)),
     "bootstrap": (lambda *data: metrics.bootstrap(metrics.brier, *data, resamples=9).high, (ARRAYS_PROBS, LABELS)),
 }
 
@@ -888,7 +828,7 @@ def test_scores_work_where_numpy_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
 
 # The names of lw.metrics.
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def test_every_score_has_a_name_of_its_own() -> None:

@@ -51,7 +51,7 @@ def test_scores_of_numbers_are_those_of_the_metrics() -> None:
     p = regressor().predict(x)
     expected = {
         "nll": metrics.normal_nll(p.mean, p.std, y), "rmse": metrics.rmse(p.mean, y), "mae": metrics.mae(p.mean, y),
-        "coverage": metrics.picp(p.mean, p.std, y, 0.8), "width": metrics.mpiw(p.std, 0.8),
+        "coverage": metrics.coverage(*p.interval(0.8), y), "width": metrics.interval_width(*p.interval(0.8)),
         "cqm": metrics.cqm(p.cdf(y), [k / 20 for k in range(1, 20)]),
         "aurc": metrics.aurc(p.std[:, 0], (p.mean - y)[:, 0].square()),
     }  # fmt: skip
