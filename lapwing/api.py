@@ -51,10 +51,10 @@ from lapwing.runtime.threads import Stream, independent_generator, shows_inner_p
 from lapwing.training import loop as training
 from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, TrainingState
-from lapwing.tuners.base import FollowsEvidence, MaximiseEvidence, Tuner, applied, checked_tuner, start_near_optimum
+from lapwing.tuners.base import MaximiseEvidence, Tuner, check_tuner, follows_evidence, run_tuner, start_near_optimum
 from lapwing.tuners.fixed_point import SampleEM
-from lapwing.tuners.held_out_data import tuned_on, validated, with_findings
-from lapwing.tuners.mixing import Budget, Integrate, first_outputs, judged, with_bias_noticed
+from lapwing.tuners.held_out_data import with_findings, with_held_out, with_validation
+from lapwing.tuners.mixing import Budget, Integrate, first_outputs, warn_if_worse_than_plain, with_bias_noticed
 
 LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
 ROWS = 600  # data that it is computed from, if there are more
@@ -141,11 +141,11 @@ def tuned_by(posterior: Posterior, tuner: Tuner | None, data: Data) -> Posterior
     A tuner that varies hyperparameters around those of the evidence runs after the evidence.
     """
     tuned = start_near_optimum(posterior)
-    if tuner is None or isinstance(tuner, FollowsEvidence):
+    if tuner is None or follows_evidence(tuner):
         default = SampleEM(mode="network") if posterior.is_sampled else MaximiseEvidence()
         tuned = default(tuned)
     if tuner is not None:
-        tuned = applied(tuner, tuned, data)
+        tuned = run_tuner(tuner, tuned, data)
     tuned = _in_step(tuned, data.processes)
     return tuned if tuned.trace is None else tuned.with_trace(tuned.trace.after(posterior.trace))
 
@@ -337,7 +337,7 @@ def fit(
     generator = processes.common_generator(generator)
     chosen, why = named("method", method), ""
     if tuner is not None:
-        checked_tuner(tuner)
+        check_tuner(tuner)
     if isinstance(chosen, OverNetworks):
         refuse_processes(chosen, processes)
         settings: dict[str, Any] = {
@@ -367,7 +367,7 @@ def fit(
         chosen = chosen.stopped_by(held_out)
     given = tuner
     if chosen.needs_prior:
-        after = tuner if isinstance(tuner, FollowsEvidence) else None
+        after = tuner if follows_evidence(tuner) else None
         problem = with_learned_prior(problem, None if after else tuner, batches, generator)
         tuner = after
     first = first_outputs(problem, batches) if held_out is None else None
@@ -375,13 +375,13 @@ def fit(
     if posterior.problem.learn_prior and posterior.provides(Posterior.log_evidence):
         posterior = tuned_by(posterior, tuner, batches)
     elif tuner is not None:
-        posterior = applied(tuner, posterior, batches)
+        posterior = run_tuner(tuner, posterior, batches)
     rows = KnownRows(batches.sketch())
-    reused = validated(rows, held_out) if held_out else tuned_on(rows, given, problem.network, processes)
+    reused = with_validation(rows, held_out) if held_out else with_held_out(rows, given, problem.network, processes)
     if held_out is not None:
         posterior = Integrate(held_out, None if prior is None else ())(posterior)
     elif given is not None and posterior.linearised:
-        posterior = judged(posterior, batches)
+        posterior = warn_if_worse_than_plain(posterior, batches)
     elif prior is None and posterior.linearised:
         averaged = method is None and problem.likelihood.has_tails
         other = exact_other(posterior, batches, generator) if averaged else None

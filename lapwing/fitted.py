@@ -32,8 +32,8 @@ from lapwing.runtime.state import on_device
 from lapwing.runtime.threads import shows_progress
 from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, Operator, refuse_reordered, refuse_unsteady
-from lapwing.tuners.base import MaximiseEvidence, Tuner, applied
-from lapwing.tuners.held_out_data import tuned_on, with_findings
+from lapwing.tuners.base import MaximiseEvidence, Tuner, run_tuner
+from lapwing.tuners.held_out_data import with_findings, with_held_out
 from lapwing.values.functions import differentiable_beliefs, isolated
 from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, pixels
 
@@ -845,8 +845,8 @@ class Fitted:
         self._unchanged()
         chosen = MaximiseEvidence() if tuner is None else tuner
         with self.processes.share_errors():
-            tuned = applied(chosen, self.base, processes=self.processes)
-            reused = tuned_on(self.rows, chosen, self.network, self.processes)
+            tuned = run_tuner(chosen, self.base, processes=self.processes)
+            reused = with_held_out(self.rows, chosen, self.network, self.processes)
             return replace(self, posterior=with_findings(tuned, reused.findings), rows=reused.rows)
 
     @outside_autocast

@@ -27,7 +27,7 @@ from lapwing.runtime.memory import budget, gathered, refuse_beyond
 from lapwing.runtime.settings import GENERATOR, NUMBER, Rule, integer, one_of, seen
 from lapwing.runtime.threads import independent_generator, shows_inner_progress
 from lapwing.runtime.trace import Trace
-from lapwing.tuners.base import Ascend, MaximiseEvidence, Tuner, applied, checked_tuner
+from lapwing.tuners.base import Ascend, MaximiseEvidence, Tuner, check_tuner, run_tuner
 
 RANGE = (1e-14, 1e3)  # of variances in a search, in units of the variance that explains y - A h(mean) by itself
 NOISE_RANGE = (1e-8, 1e2)  # of noise variances, in the same units
@@ -153,7 +153,7 @@ class InversePosterior(Tunable):
         """
         refuse_other_tuners(tuner)
         default = Ascend() if self.classes is None else MaximiseEvidence(noise=True, max_steps=200)
-        tuned = applied(default if tuner is None else tuner, self._with_noise_to_start_from())
+        tuned = run_tuner(default if tuner is None else tuner, self._with_noise_to_start_from())
         return replace(tuned, pairs=None)._with_remarks()
 
     def _with_noise_to_start_from(self) -> InversePosterior:
@@ -476,7 +476,7 @@ def fit(
     if noise_std is not None:
         NOISE.check("noise_std", noise_std)
     if tuner is not None:
-        checked_tuner(tuner)
+        check_tuner(tuner)
     tangent = _wide(ImageTangent.build(model, x, weights))
     bound = bound_prior(FilterGP(blocks=ONE) if prior is None else prior, tangent)
     observation = Observation.of(operator, tangent.size, tangent.f)

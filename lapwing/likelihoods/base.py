@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, wraps
@@ -245,6 +246,16 @@ class Likelihood:
     def has_tails(self) -> bool:
         """Whether predictions may have heavier tails than the normal distribution."""
         return False
+
+    @property
+    def degrees(self) -> float:
+        """The degrees of freedom of the tails; infinity for those of the normal distribution."""
+        return math.inf
+
+    @property
+    def tail_scale(self) -> float:
+        """The scale of Student tails, as a multiple of the standard deviation of the noise."""
+        return 1.0
 
     @property
     def widening(self) -> float:

@@ -25,7 +25,7 @@ from lapwing.problem import Problem, data_count
 from lapwing.runtime.threads import ProgressBar, Stream
 from lapwing.training.recipe import Recipe, packed, unpacked
 from lapwing.training.state import Buffers, Epoch, TrainingState, refuse_other_recipe, refuse_other_weights
-from lapwing.tuners.base import checked_tuner
+from lapwing.tuners.base import check_tuner, give_data
 
 OTHER_PROCESS = 15_485_863  # between the seeds of two processes, above any number of epochs
 
@@ -92,7 +92,9 @@ class _Trainer:
             )
         self.described = recipe.described(self.likelihood, self.prior)
         refuse_processes(recipe.method, self.data.processes)
-        self.update = None if recipe.update is None else checked_tuner(recipe.update, self.data)
+        if recipe.update is not None:
+            check_tuner(recipe.update)
+        self.update = None if recipe.update is None else give_data(recipe.update, self.data)
         self.count = data_count(self.network, self.likelihood, self.data)
         tensors = dict(model.named_parameters())
         self.parameters = [tensors[name] for name in self.network.selection.names]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, count, islice, repeat
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from lapwing.errors import DataError, DivergedError, UnsupportedError
 from lapwing.linalg.dense import cholesky
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Tunable
+from lapwing.posteriors.base import Posterior, Tunable
 from lapwing.priors.base import prior_kernel, starting_precisions
 from lapwing.problem import Problem
 from lapwing.runtime.settings import (
@@ -38,11 +38,16 @@ from lapwing.runtime.settings import (
 )
 from lapwing.runtime.trace import Step, Trace
 
+P = TypeVar("P", bound=Tunable)
+Q = TypeVar("Q", bound=Posterior)
+S = TypeVar("S", bound="TunerWithSettings")
+Tuner = Callable[[Any], Any]  # from a posterior to the same one under better hyperparameters
 
-class Tuner(Protocol):
-    """A function from a posterior to the same posterior under better hyperparameters; a frozen dataclass of settings.
 
-    ``fit`` and ``Fitted.tuned`` accept any callable of this form:
+class TunerWithSettings(HasSettings):
+    """A tuner as a frozen dataclass of its settings; all tuners of the package are.
+
+    ``fit`` and ``Fitted.tuned`` accept any function from a posterior to a posterior, too:
 
     >>> def fixed(posterior):
     ...     prior = posterior.problem.prior
@@ -53,69 +58,65 @@ class Tuner(Protocol):
     3.0
     """
 
-    def __call__(self, posterior: Any, /) -> Any:
-        """Return the posterior under better hyperparameters, with a ``trace`` of the search if it can hold one."""
-        ...
+    data: Any = None
+    needs_training_data: ClassVar[bool] = False  # ``fit`` gives its own data to a tuner that needs some and has none
+    holds_out: ClassVar[bool] = False  # whether ``data`` are held-out data
+    follows_evidence: ClassVar[bool] = False  # whether it starts from the hyperparameters of the evidence
+
+    def __call__(self, posterior: Any) -> Any:
+        """Return the posterior under better hyperparameters, with a ``trace`` of the search."""
+        raise NotImplementedError
+
+    def with_data(self: S, data: Data) -> S:
+        """Return the tuner with these training data, or unchanged if it has data or needs none."""
+        if self.data is not None or not self.needs_training_data:
+            return self
+        return replace(self, data=data)  # type: ignore[type-var]
+
+    def read_data(self, network: Network) -> Data:
+        """Return its training data as the network reads them; raise if it has none."""
+        name = type(self).__name__
+        if self.data is None:
+            raise UnsupportedError(f"{name} needs the training data: {name}(data), or give it to fit().")
+        return network.reading(self.data)
 
 
-@runtime_checkable
-class NeedsData(Protocol):
-    """A tuner that passes over the training data; ``fit`` gives its own data to a tuner that has none."""
-
-    def with_data(self, data: Data) -> Tuner:
-        """Return the tuner with these data, or unchanged if it has data."""
-        ...
-
-
-@runtime_checkable
-class FollowsEvidence(Protocol):
-    """A tuner that varies hyperparameters around those of the evidence, which ``fit`` therefore learns first."""
-
-    @property
-    def follows_evidence(self) -> bool: ...
-
-
-@runtime_checkable
-class HoldsOut(Protocol):
-    """A tuner with held-out data: ``data``, if ``holds_out``."""
-
-    data: Any
-
-    @property
-    def holds_out(self) -> bool: ...
-
-
-def checked_tuner(tuner: Tuner, data: Data | None = None) -> Tuner:
-    """Return the tuner, with the data of the fit if it needs some and has none; raise for names and classes."""
+def check_tuner(tuner: object) -> None:
+    """Raise if this is the name or the class of a tuner, or no tuner at all."""
     if isinstance(tuner, type):
         raise UnsupportedError(f"tuner is the class {tuner.__name__}; expected an object: call it, with its settings.")
     Rule("an object such as lw.tuners.FixedPoint(), not its name", FUNCTION.holds).check("tuner", tuner)
-    return tuner.with_data(data) if data is not None and isinstance(tuner, NeedsData) else tuner
 
 
-def applied(tuner: Tuner, posterior: Any, data: Data | None = None, processes: Processes = ALONE) -> Any:
+def give_data(tuner: Tuner, data: Data) -> Tuner:
+    """Return the tuner with the training data, if it has a method ``with_data``."""
+    with_data: Callable[[Data], Tuner] | None = getattr(tuner, "with_data", None)
+    return tuner if with_data is None else with_data(data)
+
+
+def follows_evidence(tuner: Tuner | None) -> bool:
+    """Return whether a tuner starts from the hyperparameters of the evidence, which ``fit`` therefore learns first."""
+    return isinstance(tuner, TunerWithSettings) and tuner.follows_evidence
+
+
+def run_tuner(tuner: Tuner, posterior: P, data: Data | None = None, processes: Processes = ALONE) -> P:
     """Return the posterior that the tuner makes of this one; raise if it makes none."""
-    together = processes if data is None else data.processes
-    tuned = spread(checked_tuner(tuner, data), together, posterior.problem.network)(posterior)
+    check_tuner(tuner)
+    ready = tuner if data is None else give_data(tuner, data)
+    processes = processes if data is None else data.processes
+    tuned: P = _with_shard(ready, processes, posterior.problem.network)(posterior)
     Rule("a posterior", lambda v: hasattr(v, "problem")).check(f"the result of the tuner {tuner!r:.60}", tuned)
     return tuned
 
 
-def spread(tuner: Tuner, processes: Processes, network: Network) -> Tuner:
-    """Return the tuner with its own ``data`` as one part of several, if there are several processes."""
+def _with_shard(tuner: Tuner, processes: Processes, network: Network) -> Tuner:
+    """Return the tuner with its own ``data`` as the shard of this process, if there are several processes."""
     own = getattr(tuner, "data", None)
     if processes.group is None or not is_dataclass(tuner) or not is_data(own) or isinstance(own, Data):
         return tuner
-    part = network.reading(own, f"data of {type(tuner).__name__}", processes=processes)
-    part.peek()  # raises if other processes read the same
-    return replace(tuner, data=part)  # type: ignore[type-var, return-value]
-
-
-def required_data(tuner: str, source: Iterable[Any] | Data | None, network: Network) -> Data:
-    """Return the data of a tuner, or raise if it has none."""
-    if source is None:
-        raise UnsupportedError(f"{tuner} needs the training data: {tuner}(data), or give it to fit().")
-    return network.reading(source)
+    shard = network.reading(own, f"data of {type(tuner).__name__}", processes=processes)
+    shard.peek()  # raises if other processes read the same
+    return replace(tuner, data=shard)  # type: ignore[type-var, return-value]
 
 
 LARGEST_SLOPE = 1e-3  # per weight; above it a search has not converged
@@ -125,10 +126,10 @@ Hyperprior = Callable[[Any], Tensor]  # from a posterior to the log density of i
 
 
 @dataclass(frozen=True, eq=False)
-class Search:
+class Search(Generic[P]):
     """A search over x (D,), float64: the log-precisions of a posterior and, if ``noise``, its log noise variances."""
 
-    posterior: Any
+    posterior: P
     noise: bool
     tuner: str  # the name of the tuner, for traces and errors
     score: str = "log evidence"  # the name of what it maximises
@@ -137,8 +138,8 @@ class Search:
 
     @classmethod
     def of(
-        cls, posterior: Any, noise: bool, tuner: str, score: str = "log evidence", hyperprior: Hyperprior | None = None
-    ) -> Search:
+        cls, posterior: P, noise: bool, tuner: str, score: str = "log evidence", hyperprior: Hyperprior | None = None
+    ) -> Search[P]:
         """Return the search, with the noise only if the likelihood learns it; raise if there is no evidence."""
         if not (posterior.provides(Tunable.log_evidence) and posterior.provides(Tunable.with_noise)):
             raise UnsupportedError(
@@ -151,8 +152,9 @@ class Search:
     def start(self) -> Tensor:
         """The present hyperparameters, (D,)."""
         parts = [self.posterior.problem.prior.values.detach().double().log().reshape(-1)]
-        if self.noise:
-            parts.append(self.posterior.noise.detach().double().log().reshape(-1).to(parts[0]))
+        noise = self.posterior.noise if self.noise else None
+        if noise is not None:
+            parts.append(noise.detach().double().log().reshape(-1).to(parts[0]))
         with torch.inference_mode(False):
             return torch.cat(parts).clone()
 
@@ -161,7 +163,7 @@ class Search:
         """The number of precisions; the other entries of x are noise variances."""
         return int(self.posterior.problem.prior.values.numel())
 
-    def inside(self, x: Tensor) -> Tensor:
+    def clamp(self, x: Tensor) -> Tensor:
         """Return x within the limits of the posterior, if it has some."""
         limits = self.posterior.limits
         if limits is None:
@@ -169,18 +171,19 @@ class Search:
         low, high = (limit[: len(x)].to(x) for limit in limits)
         return x.clamp(low, high)
 
-    def at(self, x: Tensor) -> Any:
+    def at(self, x: Tensor) -> P:
         """Return the posterior at x, or at the nearest point within its limits, differentiable in x."""
-        posterior, x = self.posterior, self.inside(x)
-        if self.noise:
-            posterior = posterior.with_noise(x[self.n_precisions :].exp().reshape(posterior.noise.shape))
+        posterior, x = self.posterior, self.clamp(x)
+        noise = posterior.noise if self.noise else None
+        if noise is not None:
+            posterior = posterior.with_noise(x[self.n_precisions :].exp().reshape(noise.shape))
         precisions = x[: self.n_precisions].exp().reshape(posterior.problem.prior.values.shape)
         return posterior.with_problem(posterior.problem.with_precisions(precisions))
 
     def objective(self, x: Tensor) -> Tensor:
         """Return the log evidence at x plus the log density of the hyperprior, differentiable in x."""
         posterior = self.at(x)
-        value: Tensor = posterior.log_evidence()
+        value = posterior.log_evidence()
         if self.hyperprior is None:
             return value
         density = self.hyperprior(posterior)
@@ -197,7 +200,7 @@ class Search:
 
     def step(self, x: Tensor, score: float = math.nan, gamma: float | None = None) -> Step:
         """Return the entry of the trace for x."""
-        values = self.inside(x.detach()).exp().tolist()
+        values = self.clamp(x.detach()).exp().tolist()
         return Step(score, tuple(values[: self.n_precisions]), tuple(values[self.n_precisions :]), gamma)
 
     def record(self, x: Tensor, score: float, gamma: float | None = None) -> None:
@@ -206,13 +209,13 @@ class Search:
         if not math.isfinite(score):
             raise self.error_at_best("the evidence is not finite. Give the prior, or start from another one.")
 
-    def finished(self, x: Tensor, *findings: str) -> Any:
+    def result(self, x: Tensor, *findings: str) -> P:
         """Return the posterior at x with the trace."""
         return self.at(x.detach()).with_trace(Trace(self.tuner, self.score, tuple(self.steps), findings))
 
     def error_at(self, x: Tensor, message: str) -> DivergedError:
         """Return the error with the trace and the posterior at x."""
-        posterior = self.finished(x, message)
+        posterior = self.result(x, message)
         return DivergedError(message, posterior.trace, posterior)
 
     def error_at_best(self, message: str) -> DivergedError:
@@ -236,10 +239,10 @@ class Search:
             raise self.error_at_best(message)
 
 
-def start_near_optimum(posterior: Any) -> Any:
+def start_near_optimum(posterior: Q) -> Q:
     """Return the posterior with precisions near the optimum of the evidence; unchanged if its prior is fixed."""
     problem, statistics = posterior.problem, posterior.statistics
-    if not posterior.provides(Tunable.with_problem):
+    if not posterior.provides(Posterior.with_problem):
         return posterior
     values = starting_precisions(problem.prior, problem.network.theta(), statistics.data * statistics.outputs)
     return posterior.with_problem(problem.with_precisions(values))
@@ -277,7 +280,7 @@ def minimise(
 
 
 @dataclass(frozen=True)
-class MaximiseEvidence(HasSettings):
+class MaximiseEvidence(TunerWithSettings):
     """A tuner that maximises the log evidence over the prior's precisions and, if asked, the noise.
 
     In log-precisions the evidence is concave for a fixed noise, so L-BFGS finds its only optimum. ``posterior.trace``
@@ -312,7 +315,7 @@ class MaximiseEvidence(HasSettings):
     tolerance: float = setting(1e-5, POSITIVE)
     hyperprior: Hyperprior | None = setting(None, HYPERPRIOR)
 
-    def __call__(self, posterior: Any) -> Any:
+    def __call__(self, posterior: P) -> P:
         """Return the posterior at the optimum of the evidence."""
         search = Search.of(posterior, self.noise, "MaximiseEvidence", hyperprior=self.hyperprior)
         unit = posterior.problem.evidence_unit
@@ -330,11 +333,11 @@ class MaximiseEvidence(HasSettings):
                 "1e-3. Raise MaximiseEvidence(max_steps=...) or give the prior."
             )
             raise search.error_at_best(message)
-        return search.finished(best)
+        return search.result(best)
 
 
 @dataclass(frozen=True)
-class Ascend(HasSettings):
+class Ascend(TunerWithSettings):
     """A tuner that takes a fixed number of Adam steps on the log evidence, in log-precisions and log-noise.
 
     These are the hyper-steps of Immer et al. 2021. While the weights still change, it does not pay to find the
@@ -364,7 +367,7 @@ class Ascend(HasSettings):
     noise: bool = setting(True, FLAG)
     hyperprior: Hyperprior | None = setting(None, HYPERPRIOR)
 
-    def __call__(self, posterior: Any) -> Any:
+    def __call__(self, posterior: P) -> P:
         """Return the posterior after the last step."""
         search = Search.of(posterior, self.noise, "Ascend", hyperprior=self.hyperprior)
         with torch.inference_mode(False), torch.enable_grad():
@@ -381,7 +384,7 @@ class Ascend(HasSettings):
                 optimiser.zero_grad()
                 (-value / posterior.problem.evidence_unit).backward()
                 optimiser.step()
-        return search.finished(x)
+        return search.result(x)
 
 
 Term = Callable[[Problem], Tensor]  # the term of one block, under the prior and noise of a problem
@@ -406,7 +409,7 @@ def _term(inputs: Inputs, targets: Tensor, problem: Problem) -> Tensor:
     return fit - 0.5 * logdet
 
 
-def _no_term(problem: Problem) -> Tensor:
+def _zero_term(problem: Problem) -> Tensor:
     """Return zero, for a process without data: it takes part in the sums over all."""
     return 0 * problem.prior.values.double().sum()
 
@@ -467,7 +470,7 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
 
 
 @dataclass(frozen=True, eq=False)
-class MaximiseBound(HasSettings):
+class MaximiseBound(TunerWithSettings):
     """A tuner that maximises ``evidence_bound`` by gradient steps on single blocks of data.
 
     A block's term times the number of blocks is an unbiased estimate of the bound, whatever the sizes of the blocks,
@@ -501,15 +504,13 @@ class MaximiseBound(HasSettings):
     rate: float = setting(0.1, POSITIVE)
     noise: bool = setting(False, FLAG)
 
-    def with_data(self, data: Data) -> MaximiseBound:
-        """Return the tuner with these data, or unchanged if it has data."""
-        return self if self.data is not None else replace(self, data=data)
+    needs_training_data: ClassVar[bool] = True
 
-    def __call__(self, posterior: Any) -> Any:
+    def __call__(self, posterior: Q) -> Q:
         """Return the posterior after the last step."""
-        data = required_data("MaximiseBound", self.data, posterior.problem.network)
+        data = self.read_data(posterior.problem.network)
         search = Search.of(posterior, self.noise, "MaximiseBound", "estimate of the bound from one block")
-        if search.noise and posterior.noise.ndim:
+        if search.noise and posterior.noise is not None and posterior.noise.ndim:
             raise UnsupportedError(
                 "MaximiseBound(noise=True) learns one noise for all outputs, and this likelihood has one for each; "
                 "use MaximiseEvidence, or Gaussian() with a single noise."
@@ -521,7 +522,7 @@ class MaximiseBound(HasSettings):
         optimiser = torch.optim.Adam([x], lr=self.rate)
         theta = posterior.theta.double()
         endless = chain.from_iterable(terms(posterior.problem, data, self.block) for _ in count())
-        blocks = islice(endless, self.steps) if n_blocks else repeat(_no_term, self.steps)  # a part may be empty
+        blocks = islice(endless, self.steps) if n_blocks else repeat(_zero_term, self.steps)  # a part may be empty
         for number, term in enumerate(blocks):
             for group in optimiser.param_groups:
                 group["lr"] = self.rate * (1 - number / self.steps)
@@ -534,4 +535,4 @@ class MaximiseBound(HasSettings):
                 (-value / posterior.problem.network.selection.size).backward()
                 optimiser.step()
         search.refuse_runaway()
-        return search.finished(x)
+        return search.result(x)

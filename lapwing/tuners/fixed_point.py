@@ -5,28 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from lapwing.data.batches import Data
 from lapwing.errors import DivergedError, UnsupportedError
-from lapwing.posteriors.base import effective_parameters
-from lapwing.posteriors.weight_space import Mode
+from lapwing.posteriors.base import Posterior, effective_parameters
+from lapwing.posteriors.sampled import SampledPosterior
+from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.problem import Problem
-from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, HasSettings, integer, one_of, setting
+from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, integer, one_of, setting
 from lapwing.runtime.trace import NOT_CONVERGED, Step, Trace
 from lapwing.tangent import tangent_model
-from lapwing.tuners.base import Search, in_range, required_data
+from lapwing.tuners.base import Search, TunerWithSettings, in_range
 from lapwing.tuners.linear_mode import ModeSolver
 
 LARGEST_CHANGE = 10.0  # of a logarithm in one step: far from the fixed point the update overshoots
 MODES = ("tangent", "network")
 
+W = TypeVar("W", bound=WeightPosterior | SampledPosterior)
+
 
 @dataclass(frozen=True)
-class FixedPoint(HasSettings):
+class FixedPoint(TunerWithSettings):
     r"""A tuner that iterates MacKay's updates, group by group, until they converge.
 
     $$ \alpha_d = \gamma_d / \|\tilde w_d\|^2, \qquad \phi = \mathrm{SSE} / (N C - \gamma) $$
@@ -61,7 +64,7 @@ class FixedPoint(HasSettings):
     max_steps: int = setting(200, integer())
     tolerance: float = setting(1e-6, POSITIVE)
 
-    def __call__(self, posterior: Any) -> Any:
+    def __call__(self, posterior: W) -> W:
         """Return the posterior at the fixed point."""
         search = Search.of(posterior, self.noise, "FixedPoint")
         x = search.start
@@ -69,7 +72,7 @@ class FixedPoint(HasSettings):
         with torch.no_grad():
             value = float(search.at(x).log_evidence())
             for _ in range(self.max_steps):
-                new, gamma = self._updated(search.at(x), search.noise)
+                new, gamma = self._update(search.at(x), search.noise)
                 search.record(x, value, gamma)
                 search.refuse_runaway()
                 if not bool(torch.isfinite(new).all()):
@@ -77,21 +80,21 @@ class FixedPoint(HasSettings):
                 change = new - x
                 largest = float(change.abs().max())
                 if largest <= self.tolerance:
-                    return search.finished(x)
+                    return search.result(x)
                 # A logarithm that changes direction overshoots: near the optimum the evidence is too flat to show it.
                 damping = torch.where(change * last_change < 0, 0.5 * damping, (1.2 * damping).clamp_max(1))
                 last_change = change.clamp(-LARGEST_CHANGE, LARGEST_CHANGE)
-                x, value = self._accepted(search, x, x + damping * last_change, value)
+                x, value = self._line_search(search, x, x + damping * last_change, value)
         if largest > NOT_CONVERGED and self.max_steps > 1:
             reason = f"after {self.max_steps} steps a logarithm moves {largest:.2g}"
             raise search.error_at(x, self._message(reason))
         finding = f"stopped after {self.max_steps} steps, where a logarithm still moved {largest:.2g}"
-        return search.finished(x, finding)
+        return search.result(x, finding)
 
     def _message(self, reason: str) -> str:
         return f"FixedPoint: {reason}; expected below {self.tolerance:g}. Raise max_steps, or use MaximiseEvidence."
 
-    def _accepted(self, search: Search, x: Tensor, new: Tensor, value: float) -> tuple[Tensor, float]:
+    def _line_search(self, search: Search[W], x: Tensor, new: Tensor, value: float) -> tuple[Tensor, float]:
         """Return the update, or the half, quarter, ... of it that does not lower the evidence, and the evidence there.
 
         Each logarithm changes in the direction of its slope, so a short enough step raises the evidence; full ones may
@@ -106,7 +109,7 @@ class FixedPoint(HasSettings):
                 break
         return trial, evidence
 
-    def _updated(self, current: Any, noise: bool) -> tuple[Tensor, float]:
+    def _update(self, current: WeightPosterior | SampledPosterior, noise: bool) -> tuple[Tensor, float]:
         """Return MacKay's update of all logarithms, (D,), with the noise or without it, and γ of all weights."""
         prior = current.problem.prior
         effective = effective_parameters(current)
@@ -120,27 +123,28 @@ class FixedPoint(HasSettings):
             new.append(self._noise(current, total).log().reshape(-1).to(new[0]))
         return torch.cat(new), total
 
-    def _noise(self, current: Any, gamma: float) -> Tensor:
+    def _noise(self, current: WeightPosterior | SampledPosterior, gamma: float) -> Tensor:
         """Return the update of the noise variances, () or (C,)."""
         statistics, noise = current.statistics, current.noise
-        if noise.ndim == 0:
+        assert noise is not None
+        if noise.ndim == 0 or not isinstance(current, WeightPosterior):
             squares = 2 * torch.as_tensor(current.loss, dtype=torch.float64, device=noise.device)
             return _noise_update(squares, torch.full_like(noise, gamma), statistics.data * statistics.outputs, noise)
         squares = 2 * torch.tensor(statistics.losses, dtype=torch.float64, device=noise.device)
-        return _noise_update(squares, _gamma_by_output(current), statistics.data, noise)
+        return _noise_update(squares, _gamma_by_output(current, noise), statistics.data, noise)
 
 
-def _gamma_by_output(current: Any) -> Tensor:
+def _gamma_by_output(current: WeightPosterior, noise: Tensor) -> Tensor:
     """Return γ_c = tr(Λ⁻¹ H_c / r_c), which is minus the slope of log det Λ in log r_c, (C,)."""
     with torch.inference_mode(False), torch.enable_grad():
-        log_noise = current.noise.detach().log().clone().requires_grad_()
+        log_noise = noise.detach().log().clone().requires_grad_()
         posterior = current.with_noise(log_noise.exp())
         logdet = posterior.current.logdet(torch.ones_like(log_noise[0]), posterior.problem.prior)
         (slope,) = torch.autograd.grad(logdet, log_noise)
     return -slope
 
 
-def _noise_update(squares: Tensor, gamma: Tensor, count: int, noise: Tensor) -> Tensor:
+def _noise_update(squares: Tensor, gamma: Tensor, count: float, noise: Tensor) -> Tensor:
     """Return SSE / (N - γ), or (SSE + γ φ) / N, which has the same fixed point, if γ is nearly N or larger.
 
     γ of a structure that ignores correlations may exceed N, though never at the fixed point.
@@ -150,7 +154,7 @@ def _noise_update(squares: Tensor, gamma: Tensor, count: int, noise: Tensor) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class SampleEM(HasSettings):
+class SampleEM(TunerWithSettings):
     r"""A tuner that iterates MacKay's updates with γ from function-space samples (Antorán et al. 2023).
 
     $$ \gamma_d = \tfrac1K \sum_j z_{jd}^\top (G z_j)_d / \phi, \qquad \alpha_d = \gamma_d / \|\theta_{*d}\|^2,
@@ -196,19 +200,16 @@ class SampleEM(HasSettings):
     tolerance: float = setting(1e-3, POSITIVE)
     solver_tolerance: float = setting(1e-4, POSITIVE)
 
-    def with_data(self, data: Data) -> SampleEM:
-        """Return the tuner with these data, or unchanged if it has data."""
-        return self if self.data is not None else replace(self, data=data)
+    needs_training_data: ClassVar[bool] = True
 
-    def __call__(self, posterior: Any) -> Any:
+    def __call__(self, posterior: Posterior) -> SampledPosterior:
         """Return the posterior at the fixed point."""
-        if not posterior.is_sampled:
+        if not isinstance(posterior, SampledPosterior):
             raise UnsupportedError(f"{type(posterior).__name__} has no samples; use method=Sampled().")
-        given: Any = posterior
-        base = given.problem.network.shifted(None).theta().double()
-        current = self._centred(given, None, base)
+        base = posterior.problem.network.shifted(None).theta().double()
+        current = self._with_mode(posterior, None, base)
         solver, loss = self._solver(current, base), current.statistics.loss
-        theta = base if solver is None else given.centre
+        theta = base if solver is None else posterior.centre
         steps: list[Step] = []
         for _ in range(self.max_steps):
             if solver is not None:
@@ -216,7 +217,7 @@ class SampleEM(HasSettings):
                 theta, loss = mode.theta, mode.loss
             prior = current.problem.prior
             gammas = torch.stack([prior.summed(row.to(prior.values)) for row in current.gamma_samples()])  # (K, groups)
-            updated = self._updated(current, gammas.mean(0), theta, float(loss))
+            updated = self._update(current, gammas.mean(0), theta, float(loss))
             change = _largest_change(current.problem, updated.problem)
             steps.append(_step(current.problem, gammas.sum(1, keepdim=True)))
             _refuse_diverged(current, gammas, updated.problem.prior.values, change, steps)
@@ -224,19 +225,19 @@ class SampleEM(HasSettings):
             if change <= self.tolerance:
                 break
         if solver is not None:
-            current = self._centred(current, solver(current.problem, theta), base)
-        return self._finished(current, steps, gammas, change)
+            current = self._with_mode(current, solver(current.problem, theta), base)
+        return self._result(current, steps, gammas, change)
 
-    def _solver(self, posterior: Any, base: Tensor) -> ModeSolver | None:
+    def _solver(self, posterior: SampledPosterior, base: Tensor) -> ModeSolver | None:
         """Return the solver for θ*, or None if w̃ takes its place."""
         if self.mode == "network":
             return None
         network = posterior.problem.network.shifted(None)
-        data = required_data("SampleEM", self.data, network)
+        data = self.read_data(network)
         model = tangent_model(network, posterior.problem.likelihood, data)
         return ModeSolver(model, base, self.solver_tolerance)
 
-    def _centred(self, current: Any, mode: Mode | None, base: Tensor) -> Any:
+    def _with_mode(self, current: SampledPosterior, mode: Mode | None, base: Tensor) -> SampledPosterior:
         """Return the posterior with the evidence of θ*, and with its mean if the noise is learned there."""
         moved = mode is not None and self.noise and current.noise is not None
         theta = mode.theta if mode is not None and moved else base
@@ -244,7 +245,7 @@ class SampleEM(HasSettings):
         theta = theta.to(network.dtype)
         return replace(current, problem=replace(current.problem, network=network), theta=theta, mode=mode)
 
-    def _updated(self, current: Any, gamma: Tensor, theta: Tensor, loss: float) -> Any:
+    def _update(self, current: SampledPosterior, gamma: Tensor, theta: Tensor, loss: float) -> SampledPosterior:
         """Return the posterior under the updated precisions and, if it is learned, the updated noise."""
         prior = current.problem.prior
         precision = gamma.clamp_min(1e-12) / prior.squares(theta).clamp_min(1e-300)
@@ -258,7 +259,7 @@ class SampleEM(HasSettings):
             problem = problem.with_likelihood(likelihood)
         return current.warm_started(problem)
 
-    def _finished(self, current: Any, steps: list[Step], gammas: Tensor, change: float) -> Any:
+    def _result(self, current: SampledPosterior, steps: list[Step], gammas: Tensor, change: float) -> SampledPosterior:
         """Return the posterior with its trace; raise if the last change was too large."""
         finding = f"gamma {steps[-1].gamma:.4g} ± {steps[-1].error:.2g} from {len(gammas)} samples"
         if gammas.shape[1] > 1:
@@ -277,7 +278,9 @@ class SampleEM(HasSettings):
         return current.with_trace(trace)
 
 
-def _refuse_diverged(current: Any, gammas: Tensor, precisions: Tensor, change: float, steps: list[Step]) -> None:
+def _refuse_diverged(
+    current: SampledPosterior, gammas: Tensor, precisions: Tensor, change: float, steps: list[Step]
+) -> None:
     """Raise if γ of a group is negative, or an updated precision is out of range or not finite.
 
     Only γ of all weights is a sum of squares, so that γ of a group may be negative.

@@ -22,8 +22,9 @@ from lapwing.posteriors.mixture import Belief, Cell, member
 from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.problem import Problem, first_samples, named_targets
 from lapwing.runtime.memory import runs
-from lapwing.runtime.settings import DATA, POSITIVE_VALUES, HasSettings, Rule, integer, required, setting
+from lapwing.runtime.settings import DATA, POSITIVE_VALUES, Rule, integer, required, setting
 from lapwing.runtime.trace import Step, Trace
+from lapwing.tuners.base import TunerWithSettings
 from lapwing.values.functions import FunctionSamples
 from lapwing.values.gaussian import FunctionGaussian
 
@@ -103,7 +104,7 @@ class CellGrid:
     ``rescaled`` marks the plain network with another temperature or noise: the baseline to compare with.
     """
 
-    bases: tuple[Any, ...]
+    bases: tuple[Posterior, ...]
     beliefs: tuple[Belief, ...]
     cells: tuple[Cell, ...]
     log_prior: Tensor  # (cells,)
@@ -111,7 +112,7 @@ class CellGrid:
     unchanged: int  # the number of the cell that is the plain network with its likelihood as it is
 
     @classmethod
-    def compared(cls, bases: Sequence[Any], beliefs: Sequence[Belief], cells: Sequence[Cell]) -> CellGrid:
+    def to_compare(cls, bases: Sequence[Posterior], beliefs: Sequence[Belief], cells: Sequence[Cell]) -> CellGrid:
         """Return cells that are only scored, without prior probabilities; the last one is the plain network."""
         none = torch.zeros(len(cells), dtype=torch.bool)
         return cls(tuple(bases), tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
@@ -139,7 +140,7 @@ def counted_scores(grid: CellGrid, data: Data, limit: int | None = None) -> tupl
         limit = -(-(min(limit, FEW_POINTS) if base.solves_for_inputs else limit) // data.processes.size)
     members = [member(grid.bases, belief) for belief in grid.beliefs]
     wide = [members[i] for i in {cell.belief for cell in grid.cells if cell.scale > 0}]
-    batches = merge_batches(_limited(data, limit, network, likelihood), TOGETHER)
+    batches = merge_batches(_first_batches(data, limit, network, likelihood), TOGETHER)
     rows: list[Tensor] = []
     with torch.no_grad():
         for y, weights, beliefs in beliefs_by_chunk(members, wide, data, batches):
@@ -173,7 +174,7 @@ def _cell_scores(grid: CellGrid, beliefs: Iterable[FunctionBelief], y: Tensor) -
     return torch.stack([columns[i] for i in range(len(grid.cells))], 1)
 
 
-def _limited(data: Data, limit: int | None, network: Network, likelihood: Likelihood) -> Iterator[Batch]:
+def _first_batches(data: Data, limit: int | None, network: Network, likelihood: Likelihood) -> Iterator[Batch]:
     """Yield batches until ``limit`` data have passed; a batch of tokens without the samples beyond, which are many."""
     count = 0
     for batch in data.batches("validation data" if limit is None else "training data", weighted=True):
@@ -331,7 +332,7 @@ TEMPERATURES = tuple(10.0 ** (k / 8) for k in range(-24, 17))  # 1e-3 to 1e2
 
 
 @dataclass(frozen=True, eq=False)
-class Grid(HasSettings):
+class Grid(TunerWithSettings):
     """A tuner that takes the best of several precisions, by a metric on held-out data or by the evidence.
 
     Every value is tried for all weights at once; a prior with groups keeps the ratios between them.
@@ -364,11 +365,11 @@ class Grid(HasSettings):
     metric: Metric = setting(nll, METRIC)
 
     @property
-    def holds_out(self) -> bool:
+    def holds_out(self) -> bool:  # type: ignore[override]
         """Whether there are held-out data."""
         return self.data != EVIDENCE
 
-    def __call__(self, posterior: Any) -> Any:
+    def __call__(self, posterior: Posterior) -> Posterior:
         """Return the posterior under the best precision."""
         candidates = _with_precisions(posterior, self.precisions)
         if self.data != EVIDENCE:
@@ -377,12 +378,12 @@ class Grid(HasSettings):
         if not posterior.provides(Posterior.log_evidence):
             raise UnsupportedError(f"{type(posterior).__name__} has no evidence; give held-out data: Grid(data).")
         with torch.no_grad():  # of copies, whose cached factorisations are freed with them
-            evidences = torch.stack([replace(candidate).log_evidence() for candidate in candidates])
+            evidences = torch.stack([replace(candidate).log_evidence() for candidate in candidates])  # type: ignore[type-var]
         return _best_of(candidates, evidences, int(evidences.argmax()), Trace("Grid", "log evidence"))
 
 
 @dataclass(frozen=True, eq=False)
-class CrossValidated(HasSettings):
+class CrossValidated(TunerWithSettings):
     """A tuner that takes the precision with the best mean of a metric over folds of held-out data.
 
     The network was trained on none of these data, so each fold scores it fairly.
@@ -414,7 +415,7 @@ class CrossValidated(HasSettings):
 
     holds_out: ClassVar[bool] = True
 
-    def __call__(self, posterior: Any) -> Any:
+    def __call__(self, posterior: Posterior) -> Posterior:
         """Return the posterior under the best precision."""
         candidates = _with_precisions(posterior, self.precisions)
         scores = held_out_scores(candidates, self.data, self.metric, self.folds)
@@ -431,7 +432,7 @@ class CrossValidated(HasSettings):
 
 
 @dataclass(frozen=True, eq=False)
-class Temperature(HasSettings):
+class Temperature(TunerWithSettings):
     """A tuner that takes the temperature φ of a tempered posterior, Λ = H/φ + A, with the best held-out metric.
 
     Below one the data count more than once (a cold posterior), above one less. For a Gaussian likelihood φ is the
@@ -463,7 +464,7 @@ class Temperature(HasSettings):
 
     holds_out: ClassVar[bool] = True
 
-    def __call__(self, posterior: Any) -> Any:
+    def __call__(self, posterior: Posterior) -> Posterior:
         """Return the posterior under the best temperature."""
         problem = _problem(posterior)
         likelihood, phi = problem.likelihood, problem.likelihood.dispersion.detach()
@@ -479,7 +480,7 @@ class Temperature(HasSettings):
         return _best_of(candidates, scores, best, Trace("Temperature", "held-out metric", findings=(finding,)))
 
 
-def _problem(posterior: Any) -> Problem:
+def _problem(posterior: Posterior) -> Problem:
     """Return the problem of the posterior; raise if its prior and noise cannot change without the data."""
     problem: Problem = posterior.problem
     if not posterior.linearised:
@@ -487,7 +488,7 @@ def _problem(posterior: Any) -> Problem:
     return problem
 
 
-def _with_precisions(posterior: Any, precisions: Sequence[float]) -> list[Any]:
+def _with_precisions(posterior: Posterior, precisions: Sequence[float]) -> list[Posterior]:
     """Return the posterior under each precision; a prior with groups keeps the ratios between them."""
     problem = _problem(posterior)
     values = problem.prior.values.detach()
@@ -495,7 +496,7 @@ def _with_precisions(posterior: Any, precisions: Sequence[float]) -> list[Any]:
     return [posterior.with_problem(problem.with_precisions(ratios * p)) for p in precisions]
 
 
-def _best_of(candidates: Sequence[Any], scores: Tensor, best: int, trace: Trace) -> Any:
+def _best_of(candidates: Sequence[Posterior], scores: Tensor, best: int, trace: Trace) -> Posterior:
     """Return candidate number ``best``, with ``trace`` completed by the candidates and their scores."""
     n_bad = int((~torch.isfinite(scores)).sum())
     if n_bad:

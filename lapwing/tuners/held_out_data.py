@@ -17,21 +17,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.data.batches import Data
-from lapwing.data.inputs import Batch, check_finite
+from lapwing.data.inputs import check_finite
 from lapwing.data.known_rows import KnownRows
 from lapwing.data.processes import Processes
 from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.networks.network import Network
-from lapwing.problem import named_targets
+from lapwing.posteriors.base import Posterior
+from lapwing.problem import first_samples, named_targets
 from lapwing.runtime.threads import warn_caller
 from lapwing.runtime.trace import Trace
-from lapwing.tuners.base import HoldsOut, Tuner
+from lapwing.tuners.base import Tuner, TunerWithSettings
 
 NUMBERS = 2**23  # outputs that are looked at, at most
 LEAST_NOISE = 1e-12  # of a variance, relative to the largest
@@ -81,7 +81,7 @@ class FirstOutputs:
     def read(self, network: Network, data: Data) -> None:
         """Add the outputs of the network by a forward pass over as much data as is missing."""
         for batch in data.batches(f"outputs for {data.name}", weighted=True):
-            batch = _first(network, batch, self.missing)
+            batch = first_samples(network, batch, self.missing)
             self.add(network(batch.inputs), named_targets(network, self._likelihood, batch, data.name), batch.weights)
             if not self.missing:
                 break
@@ -114,14 +114,6 @@ class FirstOutputs:
         assert everywhere is not None
         f, y, counts = everywhere.unbind(1)
         return HeldOutputs(f, y, counts, self._likelihood.ignores_common_shift)
-
-
-def _first(network: Network, batch: Batch, count: int) -> Batch:
-    """Return the batch with at most so many samples."""
-    if batch.n_samples <= count:
-        return batch
-    rows = slice(0, count)
-    return Batch(network.take(batch.inputs, rows), batch.targets[rows], batch.key, batch.weights_of(rows))
 
 
 def refitted_noise(held: HeldOutputs, likelihood: Likelihood, folds: int) -> Tensor:
@@ -388,24 +380,24 @@ class Reused:
     findings: tuple[str, ...] = ()
 
 
-def validated(rows: KnownRows, validation: Data) -> Reused:
+def with_validation(rows: KnownRows, validation: Data) -> Reused:
     """Return the known rows with those of the validation data; warn if some of these are training data.
 
     Raises:
         DataError: If all of them are.
     """
-    return _noted(rows, validation, "validation data", refuses=True)
+    return _note_reuse(rows, validation, "validation data", refuses=True)
 
 
-def tuned_on(rows: KnownRows, tuner: Tuner | None, network: Network, processes: Processes) -> Reused:
+def with_held_out(rows: KnownRows, tuner: Tuner | None, network: Network, processes: Processes) -> Reused:
     """Return the known rows with the held-out data of a tuner, if it has some; warn if these are training data."""
-    if not isinstance(tuner, HoldsOut) or not tuner.holds_out:
+    if not isinstance(tuner, TunerWithSettings) or not tuner.holds_out:
         return Reused(rows)
     data = network.reading(tuner.data, "held-out data", processes=processes)
-    return _noted(rows, data, "held-out data of the tuner", refuses=False)
+    return _note_reuse(rows, data, "held-out data of the tuner", refuses=False)
 
 
-def _noted(rows: KnownRows, data: Data, name: str, refuses: bool) -> Reused:
+def _note_reuse(rows: KnownRows, data: Data, name: str, refuses: bool) -> Reused:
     sketch = data.sketch()
     remarks = tuple(rows.remarks(sketch, name, REMEDY))
     for remark in remarks:
@@ -415,7 +407,7 @@ def _noted(rows: KnownRows, data: Data, name: str, refuses: bool) -> Reused:
     return Reused(rows.with_validation(sketch), tuple(remark.text for remark in remarks))
 
 
-def with_findings(posterior: Any, findings: tuple[str, ...]) -> Any:
+def with_findings(posterior: Posterior, findings: tuple[str, ...]) -> Posterior:
     """Return the posterior with these findings after those of its trace."""
     if not findings:
         return posterior

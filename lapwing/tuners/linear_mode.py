@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,14 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.krylov import conjugate_gradients
 from lapwing.linalg.operators import Product
 from lapwing.methods.base import METHOD, Method
+from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors.base import group_starting_precisions
 from lapwing.problem import Problem
-from lapwing.runtime.settings import DATA, NONE, POSITIVE, HasSettings, integer, one_of, setting
+from lapwing.runtime.settings import DATA, NONE, POSITIVE, integer, one_of, setting
 from lapwing.runtime.trace import Step, Trace
 from lapwing.tangent import TangentModel, tangent_model
-from lapwing.tuners.base import LARGEST_SLOPE, Search, minimise, required_data
+from lapwing.tuners.base import LARGEST_SLOPE, Search, TunerWithSettings, minimise
 
 ITERATIONS = 1000  # of conjugate gradients in one Newton step
 MEANS = ("network", "tangent")
@@ -110,7 +111,7 @@ class ModeSolver:
 
 
 @dataclass(frozen=True, eq=False)
-class LinearMode(HasSettings):
+class LinearMode(TunerWithSettings):
     r"""A tuner that maximises the evidence at θ*, the optimum of the tangent model's regularised loss.
 
     $$ \theta_* = \arg\min_\theta \tfrac1\phi \sum_n \mathrm{loss}(h(\theta, x_n), y_n)
@@ -160,27 +161,29 @@ class LinearMode(HasSettings):
     tolerance: float = setting(1e-5, POSITIVE)
     solver_tolerance: float = setting(1e-8, POSITIVE)
 
-    def with_data(self, data: Data) -> LinearMode:
-        """Return the tuner with these data, or unchanged if it has data."""
-        return self if self.data is not None else replace(self, data=data)
+    needs_training_data: ClassVar[bool] = True
 
-    def __call__(self, posterior: Any) -> Any:
+    def __call__(self, posterior: Posterior) -> WeightPosterior:
         """Return the posterior at the optimum of the corrected evidence."""
         if not isinstance(posterior, WeightPosterior):
             raise UnsupportedError(f"{type(posterior).__name__} has no weights to optimise; use a method that has.")
         network = posterior.problem.network
-        data = required_data("LinearMode", self.data, network)
+        data = self.read_data(network)
         base = network.shifted(None).theta().double()
         model = tangent_model(network.shifted(None), posterior.problem.likelihood, data)
         current, steps = posterior if posterior.mode is not None else _at_start(posterior), []
         for number in range(1 if self.refit is None else self.rounds):
             if number:
-                current = self._refitted(current, base, data)
-            current, more = self._tuned(current, model, base)
+                current = self._refit(current, base, data)
+            current, more = self._maximise(current, model, base)
             steps += more
-        return self._centred(current, base).with_trace(Trace("LinearMode", SCORE, tuple(steps), _pruned(current)))
+        return self._with_mean(current, base).with_trace(
+            Trace("LinearMode", SCORE, tuple(steps), _pruning_remark(current))
+        )
 
-    def _tuned(self, posterior: WeightPosterior, model: TangentModel, base: Tensor) -> tuple[Any, list[Step]]:
+    def _maximise(
+        self, posterior: WeightPosterior, model: TangentModel, base: Tensor
+    ) -> tuple[WeightPosterior, list[Step]]:
         """Maximise the evidence by L-BFGS, with θ* solved for at every point.
 
         θ* is the optimum of the fit plus the penalty, so the slope of the whole equals the slope at fixed θ*.
@@ -197,7 +200,7 @@ class LinearMode(HasSettings):
             low, high = limits(x)
             below = (low - x).clamp_min(0).sum()  # its slope sends the search back into range
             x = x.clamp(low, high)
-            mode = _solved(solver, search.at(x.detach()), theta)
+            mode = _solve(solver, search.at(x.detach()), theta)
             theta = mode.theta
             value: Tensor = replace(search.at(x), mode=mode).log_evidence()
             search.record(x, float(value.detach()))
@@ -220,9 +223,9 @@ class LinearMode(HasSettings):
             best_step = max(search.steps, key=lambda step: step.score)
             raise search.error_at(search.position(best_step), message)
         optimum = search.at(best.minimum(high))
-        return replace(optimum, mode=_solved(solver, optimum, theta)), search.steps
+        return replace(optimum, mode=_solve(solver, optimum, theta)), search.steps
 
-    def _refitted(self, posterior: WeightPosterior, base: Tensor, data: Data) -> WeightPosterior:
+    def _refit(self, posterior: WeightPosterior, base: Tensor, data: Data) -> WeightPosterior:
         """Return the posterior with the curvature at θ*, in the structure of ``refit``."""
         assert self.refit is not None
         assert posterior.mode is not None
@@ -233,7 +236,7 @@ class LinearMode(HasSettings):
             raise UnsupportedError(f"refit={self.refit!r} gives no curvature; expected Full(), Kron() or the like.")
         return replace(posterior, curvature=fitted.curvature)
 
-    def _centred(self, posterior: WeightPosterior, base: Tensor) -> WeightPosterior:
+    def _with_mean(self, posterior: WeightPosterior, base: Tensor) -> WeightPosterior:
         """Return the posterior with the predictive mean that ``mean`` asks for."""
         assert posterior.mode is not None
         network, theta = posterior.problem.network, base if self.mean == "network" else posterior.mode.theta
@@ -253,7 +256,7 @@ def _limits(typical: Tensor, noise: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return middle + low, middle + high
 
 
-def _solved(solver: ModeSolver, posterior: WeightPosterior, start: Tensor) -> Mode:
+def _solve(solver: ModeSolver, posterior: WeightPosterior, start: Tensor) -> Mode:
     """Return θ* of the posterior's problem; the posterior preconditions the solve if its structure is suitable."""
     precondition: Product | None = None
     if isinstance(posterior.current, Preconditions) and posterior.current.preconditions:
@@ -278,7 +281,7 @@ def _at_start(posterior: WeightPosterior) -> WeightPosterior:
     return posterior.with_problem(problem.with_precisions(values))
 
 
-def _pruned(posterior: WeightPosterior) -> tuple[str, ...]:
+def _pruning_remark(posterior: WeightPosterior) -> tuple[str, ...]:
     """Return a remark on the groups that have no effect, if there are any."""
     prior = posterior.problem.prior
     pruned = (prior.values.detach().reshape(-1) > PRUNED * _typical(posterior)).tolist()

@@ -25,7 +25,6 @@ from lapwing.runtime.settings import (
     NONE,
     POSITIVE,
     POSITIVE_VALUES,
-    HasSettings,
     Rule,
     integer,
     required,
@@ -33,7 +32,7 @@ from lapwing.runtime.settings import (
 )
 from lapwing.runtime.threads import warn_caller
 from lapwing.runtime.trace import Trace
-from lapwing.tuners.base import required_data
+from lapwing.tuners.base import TunerWithSettings
 from lapwing.tuners.held_out import FEW_POINTS, CellGrid, counted_scores, mean_score
 from lapwing.tuners.held_out_data import (
     CERTAIN,
@@ -60,7 +59,7 @@ TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9
 
 
 def grid_of(
-    posterior: Any, ratios: Sequence[float] | None, temperatures: Sequence[float], noise: Tensor | None = None
+    posterior: Posterior, ratios: Sequence[float] | None, temperatures: Sequence[float], noise: Tensor | None = None
 ) -> CellGrid:
     """Return the cells for a fitted posterior.
 
@@ -88,7 +87,7 @@ def grid_of(
     return CellGrid(bases, tuple(beliefs), tuple(cells), log_prior, rescaled, unchanged)
 
 
-def with_plain(posterior: Any, beliefs: Sequence[Belief]) -> tuple[tuple[Any, ...], list[Belief], int]:
+def with_plain(posterior: Posterior, beliefs: Sequence[Belief]) -> tuple[tuple[Posterior, ...], list[Belief], int]:
     """Return bases, beliefs, and the number of the belief whose mean is the output of the network."""
     plain = posterior.plain()
     if plain is posterior:
@@ -106,7 +105,7 @@ def _same_link(one: Likelihood, other: Likelihood) -> bool:
 
 
 def _spreads(
-    posterior: Any, ratios: Sequence[float] | None, noise: bool
+    posterior: Posterior, ratios: Sequence[float] | None, noise: bool
 ) -> tuple[list[Belief], list[tuple[int, float]]]:
     """Return the beliefs, and (belief, scale) of every spread of f."""
     if ratios is not None and not len(ratios):
@@ -117,10 +116,10 @@ def _spreads(
         ratios = (
             FEW_RATIOS if posterior.is_sampled or posterior.solves_for_inputs else NOISE_RATIOS if noise else RATIOS
         )
-    return varied(posterior, SCALES if ratios is None else ratios)
+    return vary_precision(posterior, SCALES if ratios is None else ratios)
 
 
-def varied(posterior: Any, ratios: Sequence[float]) -> tuple[list[Belief], list[tuple[int, float]]]:
+def vary_precision(posterior: Posterior, ratios: Sequence[float]) -> tuple[list[Belief], list[tuple[int, float]]]:
     """Return beliefs and (belief, scale) of every ratio of the precision: one over the scale of the covariance."""
     if not posterior.linearised:
         return [Belief(0)], [(0, 1 / ratio) for ratio in ratios]
@@ -129,7 +128,7 @@ def varied(posterior: Any, ratios: Sequence[float]) -> tuple[list[Belief], list[
 
 
 def _variants(
-    likelihood: Any, temperatures: Sequence[float], learns_noise: bool, noise: Tensor | None
+    likelihood: Likelihood, temperatures: Sequence[float], learns_noise: bool, noise: Tensor | None
 ) -> list[tuple[Likelihood, float]]:
     """Return the likelihoods of the cells with their prior probabilities."""
     if likelihood.link_temperature is not None:
@@ -143,15 +142,15 @@ def _variants(
     return [(each, 1 / len(tried)) for each in tried]
 
 
-def _noises(likelihood: Any, held_out: Tensor | None) -> list[Likelihood]:
+def _noises(likelihood: Likelihood, held_out: Tensor | None) -> list[Likelihood]:
     """Return likelihoods with noises around that of the training residuals, and around the held-out ones (C,).
 
     Both lie on one grid, unless each output has a noise to itself: held-out residuals then have ratios of their own.
     A network that fits its training targets far better than others has a gap between the two parts.
     """
-    phi, around = likelihood.dispersion, set(NOISES)
+    phi, own, around = likelihood.dispersion, likelihood.noise_variance, set(NOISES)
     times = lambda quarters: [likelihood.with_dispersion(phi * 10.0 ** (k / 4)) for k in sorted(quarters)]
-    if held_out is None:
+    if held_out is None or own is None:
         return times(around)
     held_out = held_out.to(phi)
     near = range(-DECADE, DECADE + 1)
@@ -159,7 +158,7 @@ def _noises(likelihood: Any, held_out: Tensor | None) -> list[Likelihood]:
         middle = held_out.log().mean().exp()
         other = likelihood.with_noise(held_out / middle)
         return [*times(around), *(other.with_dispersion(middle * 10.0 ** (k / 4)) for k in near)]
-    centre = 4 * math.log10(float((held_out / likelihood.noise_variance).mean()))
+    centre = 4 * math.log10(float((held_out / own).mean()))
     return times(around | set(range(math.floor(centre) - DECADE, math.ceil(centre) + DECADE + 1)))
 
 
@@ -201,7 +200,7 @@ def with_offset(grid: CellGrid, offset: Offset) -> CellGrid:
     )
 
 
-def thinned(grid: CellGrid, scores: Tensor, counts: Tensor | None = None) -> CellGrid:
+def thin(grid: CellGrid, scores: Tensor, counts: Tensor | None = None) -> CellGrid:
     """Return the grid with at most ``MOST`` precisions of weight: every second one, or fewer, around the best.
 
     Few validation data leave many neighbouring precisions plausible. Their predictions differ little, and each costs
@@ -230,7 +229,7 @@ ROW = 128  # bytes of an output of a datum while biases are looked for
 CLEARLY_WORSE = 0.05  # nats for each datum, beyond what the effective number of parameters explains
 
 
-def judged(posterior: Any, data: Data) -> Any:
+def warn_if_worse_than_plain(posterior: Posterior, data: Data) -> Posterior:
     """Return the posterior with the training NLL of the plain network and of itself in its trace; warn if it is worse.
 
     A posterior that knows γ of its weights from n data is expected to lose about ½ log(1 + γ/n) nats of training
@@ -239,10 +238,10 @@ def judged(posterior: Any, data: Data) -> Any:
     """
     likelihood = posterior.problem.likelihood
     cells = (Cell(0, likelihood), Cell(0, likelihood, 0.0))
-    grid = CellGrid.compared((posterior,), (Belief(0),), cells)
+    grid = CellGrid.to_compare((posterior,), (Belief(0),), cells)
     own, plain = (-mean_score(*counted_scores(grid, data, POINTS))).tolist()
     trace = posterior.trace or Trace("no tuner", "training NLL")
-    if own - plain > CLEARLY_WORSE + _explained(posterior):
+    if own - plain > CLEARLY_WORSE + _expected_loss(posterior):
         message = (
             f"{trace.tuner} makes the likelihood of the training targets worse than that of the plain network: NLL "
             f"{own:.3g} in the place of {plain:.3g} for each datum. Such error bars are too wide. Give validation "
@@ -268,7 +267,7 @@ def first_outputs(problem: Problem, data: Data) -> FirstOutputs | None:
     return first
 
 
-def with_bias_noticed(posterior: Any, data: Data, first: FirstOutputs | None) -> Any:
+def with_bias_noticed(posterior: Posterior, data: Data, first: FirstOutputs | None) -> Posterior:
     """Return the posterior with a remark, and warn, if the network predicts clearly too many or too few of a class.
 
     Cost: next to nothing; for a method without a pass of its own, a forward pass over ``first`` training data.
@@ -293,7 +292,7 @@ def with_bias_noticed(posterior: Any, data: Data, first: FirstOutputs | None) ->
     return posterior.with_trace(replace(trace, findings=(*trace.findings, message)))
 
 
-def _explained(posterior: Any) -> float:
+def _expected_loss(posterior: Posterior) -> float:
     """Return the loss of training likelihood for each datum that the effective number of parameters explains."""
     count = max(1, posterior.statistics.data)
     gamma = float(posterior.gammas().sum()) if posterior.provides(Posterior.gammas) else count
@@ -307,7 +306,7 @@ EDGE = 0.1  # weight of the first or last value of a grid from which it is worth
 
 
 @dataclass(frozen=True, eq=False)
-class Integrate(HasSettings):
+class Integrate(TunerWithSettings):
     """A tuner that integrates over the prior's precision and the link, by the likelihood of validation data.
 
     The result is a mixture. Its cells are precisions, multiples of the one that the posterior has, each with softmax
@@ -357,7 +356,7 @@ class Integrate(HasSettings):
     follows_evidence: ClassVar[bool] = True
     holds_out: ClassVar[bool] = True
 
-    def __call__(self, posterior: Any) -> MixturePosterior:
+    def __call__(self, posterior: Posterior) -> MixturePosterior:
         """Return the mixture."""
         base = posterior.base
         network, likelihood = base.problem.network, base.problem.likelihood
@@ -376,13 +375,13 @@ class Integrate(HasSettings):
         if learns_noise:
             grid = with_tails(grid, counts @ scores)
             scores, counts = counted_scores(grid, data)
-        grid = thinned(grid, scores, counts)
+        grid = thin(grid, scores, counts)
         weights = mixture_weights(grid.log_prior, scores, counts)
         folds = [(grid.log_prior, scores)] * FOLDS
         if offset is not None and held is not None:
             folds = self._folds_with_offsets(plain, offset, grid.log_prior, scores, weights, held, data)
         refitted = refitted_noise(held, likelihood, FOLDS) if held and learns_noise else None
-        compared, verdict, worse = compared_scores(grid, scores, counts, folds, refitted)
+        compared, verdict, worse = compare_scores(grid, scores, counts, folds, refitted)
         findings = (*worse, *_edges(grid, weights))
         mixture = MixturePosterior.of(grid.bases, grid.beliefs, grid.cells, weights)
         trace = Trace(
@@ -419,7 +418,7 @@ class Integrate(HasSettings):
             for cell in (plain.cells[int(i)] for i in kept)
         ]
         if cells:
-            grid = CellGrid.compared(plain.bases, plain.beliefs, cells)
+            grid = CellGrid.to_compare(plain.bases, plain.beliefs, cells)
             columns = iter(counted_scores(grid, data)[0].split(len(kept), 1))
         folds = []
         for offset in offsets:
@@ -433,7 +432,7 @@ class Integrate(HasSettings):
         return folds
 
 
-def compared_scores(
+def compare_scores(
     grid: CellGrid,
     scores: Tensor,
     counts: Tensor,
@@ -541,7 +540,7 @@ def _axes(grid: CellGrid) -> dict[str, tuple[Tensor, dict[str, str], float]]:
     axes["temperature"] = temperatures, dict.fromkeys(("smallest", "largest"), far + "further out."), EDGE
     odd = "the residuals of the validation data are unlike any noise that was tried. Check their targets for outliers."
     axes["noise variance"] = noise, dict.fromkeys(("smallest", "largest"), odd), EDGE
-    degrees = [getattr(cell.likelihood, "degrees", none) for cell in grid.cells]
+    degrees = [cell.likelihood.degrees for cell in grid.cells]
     heavy = "the residuals may have heavier tails than any that was tried. Look at the largest ones."
     axes["degrees of freedom"] = degrees, {"smallest": heavy}, TAILED
     return {name: (torch.tensor(v, dtype=torch.float64), ends, least) for name, (v, ends, least) in axes.items()}
@@ -567,7 +566,7 @@ POSTERIORS = Rule(
 
 
 @dataclass(frozen=True, eq=False)
-class Budget(HasSettings):
+class Budget(TunerWithSettings):
     """A tuner for classification and counts without validation data; for Gaussian noise it learns the tails.
 
     Nothing in the training data tells how wide the error bars of a network that fits them should be. So each cell of
@@ -605,9 +604,10 @@ class Budget(HasSettings):
     budget: float = setting(0.0035, POSITIVE)
     ratios: Sequence[float] = setting(BUDGET_RATIOS, POSITIVE_VALUES)
     points: int = setting(700, integer())
-    others: Sequence[Any] = setting((), POSTERIORS)
+    others: Sequence[Posterior] = setting((), POSTERIORS)
     scales: Sequence[float] = setting((), POSITIVE_VALUES | EMPTY)
 
+    needs_training_data: ClassVar[bool] = True
     follows_evidence: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -617,34 +617,31 @@ class Budget(HasSettings):
                 f"scales has {len(self.scales)} entries for {len(self.others)} posteriors; expected one for each."
             )
 
-    def with_data(self, data: Data) -> Budget:
-        return self if self.data is not None else replace(self, data=data)
-
-    def __call__(self, posterior: Any) -> Any:
+    def __call__(self, posterior: Posterior) -> MixturePosterior:
         """Return the mixture."""
         base = posterior.base
         likelihood = base.problem.likelihood
-        data = required_data("Budget", self.data, base.problem.network)
-        mixture = self._with_tails(base, data) if likelihood.has_tails else self._guarded(base, data)
+        data = self.read_data(base.problem.network)
+        mixture = self._with_tails(base, data) if likelihood.has_tails else self._guard(base, data)
         assert mixture.trace is not None
         return mixture.with_trace(mixture.trace.after(base.trace))
 
-    def _guarded(self, base: Any, data: Data) -> MixturePosterior:
+    def _guard(self, base: Posterior, data: Data) -> MixturePosterior:
         """Return the mixture of the cells and the plain network, each within its part of the budget."""
         likelihood = base.problem.likelihood
-        beliefs, spreads = varied(base, self.ratios)
+        beliefs, spreads = vary_precision(base, self.ratios)
         bases, beliefs, plain = with_plain(base, beliefs)
         cells = [Cell(number, likelihood, scale) for number, scale in [*spreads, (plain, 0.0)]]
-        scores, counts = counted_scores(CellGrid.compared(bases, beliefs, cells), data, self.points)
+        scores, counts = counted_scores(CellGrid.to_compare(bases, beliefs, cells), data, self.points)
         weights = budget_weights(scores, self.budget, counts)
         mixture = MixturePosterior.of(bases, beliefs, cells, weights)
-        return mixture.with_trace(replace(TRACE, scores=_compared(scores, weights, counts)))
+        return mixture.with_trace(replace(TRACE, scores=_mean_losses(scores, weights, counts)))
 
-    def _with_tails(self, base: Any, data: Data) -> MixturePosterior:
+    def _with_tails(self, base: Posterior, data: Data) -> MixturePosterior:
         """Return half the plain network and half the posteriors, with Student tails fitted to the residuals."""
         likelihood = base.problem.likelihood
         if likelihood.learns_dispersion:
-            likelihood = likelihood.with_tails(*fitted_tails(standardised_residuals(base, data), data.processes))
+            likelihood = likelihood.with_tails(*fit_tails(standardised_residuals(base, data), data.processes))
         bases, beliefs, plain = with_plain(base, [Belief(0)])
         parts = [(0, base, 1.0)]
         for other, scale in zip(self.others, self.scales or [1.0] * len(self.others), strict=True):
@@ -655,10 +652,10 @@ class Budget(HasSettings):
         cells = [Cell(number, tails(each), scale) for number, each, scale in parts]
         share = (1 - PLAIN_NOISE) / (len(cells) - 1)
         weights = torch.tensor([*[share] * (len(cells) - 1), PLAIN_NOISE], dtype=torch.float64)
-        grid = CellGrid.compared(bases, beliefs, [*cells, Cell(plain, base.problem.likelihood, 0.0)])
+        grid = CellGrid.to_compare(bases, beliefs, [*cells, Cell(plain, base.problem.likelihood, 0.0)])
         scores, counts = counted_scores(grid, data, min(self.points, FEW_POINTS))
         mixture = MixturePosterior.of(bases, beliefs, cells, weights)
-        compared = _compared(scores, torch.cat([weights, weights.new_zeros(1)]), counts)
+        compared = _mean_losses(scores, torch.cat([weights, weights.new_zeros(1)]), counts)
         findings = (WIDTH, *(_disagreement(scale) for scale in self.scales if scale <= APART), ADVICE)
         return mixture.with_trace(replace(TRACE, scores=compared, findings=findings))
 
@@ -671,7 +668,7 @@ def _disagreement(scale: float) -> str:
     )
 
 
-def _compared(scores: Tensor, weights: Tensor, counts: Tensor) -> dict[str, float]:
+def _mean_losses(scores: Tensor, weights: Tensor, counts: Tensor) -> dict[str, float]:
     """Return the mean negative log-likelihoods of the plain network, the last cell, and of the mixture."""
     mixed = torch.logsumexp(scores + weights.log(), 1)
     plain, average = (-float(mean_score(each, counts)) for each in (scores[:, -1], mixed))
@@ -690,7 +687,7 @@ def budget_weights(scores: Tensor, budget: float, counts: Tensor | None = None) 
     return torch.cat([weights, 1 - weights.sum().unsqueeze(0)])
 
 
-def standardised_residuals(base: Any, data: Data) -> Iterator[tuple[Tensor, Tensor | None]]:
+def standardised_residuals(base: Posterior, data: Data) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield this process's residuals of each batch over their noise, flat, in float64, by one forward pass.
 
     Each comes with how often it counts; None if all count once.
@@ -699,14 +696,13 @@ def standardised_residuals(base: Any, data: Data) -> Iterator[tuple[Tensor, Tens
     for batch in data.batches("residuals", weighted=True):
         _, y = checked_targets(network, likelihood, batch)
         f = network(batch.inputs).double()
+        assert likelihood.noise_variance is not None
         z = (f - y.double()) / likelihood.noise_variance.to(f).sqrt()
         counts = None if batch.weights is None else expand_weights(batch.weights, z).expand_as(z).flatten()
         yield z.flatten(), counts
 
 
-def fitted_tails(
-    residuals: Iterable[tuple[Tensor, Tensor | None]], processes: Processes = ALONE
-) -> tuple[float, float]:
+def fit_tails(residuals: Iterable[tuple[Tensor, Tensor | None]], processes: Processes = ALONE) -> tuple[float, float]:
     """Return degrees and scale of the Student distribution of largest likelihood; tails must be clearly better.
 
     The likelihood of every candidate is summed piece by piece, so that memory does not grow with the residuals, and

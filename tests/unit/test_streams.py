@@ -21,7 +21,7 @@ import lapwing.tangent as design
 from lapwing.data.batches import Data
 from lapwing.data.streams import shuffle_batches
 from lapwing.networks.jacobians import Footprint
-from lapwing.tuners.mixing import fitted_tails, standardised_residuals
+from lapwing.tuners.mixing import fit_tails, standardised_residuals
 from tests.tolerances import SOLVED, assert_close
 
 D = torch.float64
@@ -127,7 +127,7 @@ def test_the_memory_of_a_fit_does_not_grow_with_the_rows(name: str) -> None:
 def test_tails_and_sketches_do_not_grow_with_the_rows() -> None:
     """Their own memory is less than that of a Jacobian, which would hide it in a whole fit."""
     posterior = lw.fit(network(), Rows(100), "regression", method=lw.Diagonal(), prior=1.0).posterior
-    tails = [peak(lambda n=n: fitted_tails(standardised_residuals(posterior, Data(Rows(n), CPU)))) for n in (256, 4096)]
+    tails = [peak(lambda n=n: fit_tails(standardised_residuals(posterior, Data(Rows(n), CPU)))) for n in (256, 4096)]
     assert tails[1] <= 1.05 * tails[0]
     sketches = [peak(lambda n=n: Data(Rows(n), CPU).sketch()) for n in (256, 4096)]
     assert sketches[1] - sketches[0] <= 10 * 8 * 4096  # marks of 8 bytes, and what sorts them

@@ -23,10 +23,10 @@ from lapwing.tuners.mixing import (
     MOST,
     RARE,
     budget_weights,
-    fitted_tails,
+    fit_tails,
     grid_of,
     mixture_weights,
-    thinned,
+    thin,
 )
 from lapwing.tuners.mixing import TEMPERATURES as INTEGRATE_TEMPERATURES
 from tests import problems
@@ -493,10 +493,10 @@ def test_the_training_likelihood_loses_no_more_than_the_budget(budget: float) ->
 def test_tails_are_those_of_the_residuals(degrees: float | None, expected: float) -> None:
     z = torch.randn(2000, dtype=D) if degrees is None else torch.distributions.StudentT(degrees).sample((2000,)).to(D)
     residuals = z / z.square().mean().sqrt()
-    found, scale = fitted_tails([(residuals, None)])
+    found, scale = fit_tails([(residuals, None)])
     assert found == expected
     assert (scale == 1.0) is (expected == math.inf)
-    assert fitted_tails((part, None) for part in residuals.split(300)) == (found, scale)  # however they are cut
+    assert fit_tails((part, None) for part in residuals.split(300)) == (found, scale)  # however they are cut
 
 
 def test_regression_averages_the_posteriors_with_the_same_tails() -> None:
@@ -575,7 +575,7 @@ def test_thinning_drops_precisions_and_gives_the_plain_network_no_weight() -> No
     posterior = lw.fit(nn.Linear(3, 1), (x[:40], y[:40]), "regression", prior=1.0, progress=False).posterior
     grid = grid_of(posterior, None, INTEGRATE_TEMPERATURES)
     scores = log_scores(grid, Data((x[40:], y[40:]), torch.device("cpu")))
-    few = thinned(grid, scores)
+    few = thin(grid, scores)
     before, after = (mixture_weights(each.log_prior, scores) for each in (grid, few))
     number = torch.tensor([cell.belief for cell in grid.cells])
     shares = lambda weights: torch.zeros(len(grid.beliefs)).double().index_add(0, number, weights * (grid.scales > 0))
