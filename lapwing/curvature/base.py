@@ -3,143 +3,123 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from lapwing.errors import UnsupportedError
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
 from lapwing.priors.base import BoundPrior
 from lapwing.runtime.memory import PIECE, runs
 from lapwing.runtime.state import State
 
+S = TypeVar("S", bound="Curvature")
+Q = TypeVar("Q", bound="Precision")
 
-class Precision(Protocol):
+
+class Precision:
     """Λ = H/φ + A, factorised once."""
+
+    shares_rotation: ClassVar[bool] = False  # whether ``quadratics`` rotates a Jacobian into its basis once for all
 
     def logdet(self) -> Tensor:
         """Return the log-determinant of Λ."""
-        ...
+        raise NotImplementedError
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
         """Return J Λ⁻¹ Jᵀ: (B, S, C, C), or its diagonal (B, S, C)."""
-        ...
+        raise NotImplementedError
+
+    def quadratics(self: Q, precisions: Sequence[Q], jacobian: LayerJacobians) -> list[Tensor]:
+        """Return ``quadratic(jacobian)`` of all precisions, which belong to one curvature."""
+        return [each.quadratic(jacobian, True) for each in precisions]
 
     def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
         """Return J Λ⁻¹ J'ᵀ between all inputs and outputs of two batches, (B K, B' K'), or of one with itself."""
-        ...
+        raise NotImplementedError
 
     def sample(self, eps: Tensor) -> Tensor:
         """Return Λ^-½ eps for eps (n, P)."""
-        ...
+        raise NotImplementedError
 
     def adjoint(self, v: Tensor) -> Tensor:
         """Apply the transpose of ``sample`` to v (n, P)."""
-        ...
+        raise NotImplementedError
 
     def solve(self, v: Tensor) -> Tensor:
         """Return Λ⁻¹ v for v (n, P): ``sample`` after ``adjoint``."""
-        ...
+        return self.sample(self.adjoint(v)).to(v)
 
     def variances(self) -> Tensor:
         """Return the diagonal of Λ⁻¹, (P,)."""
-        ...
+        raise NotImplementedError
+
+    def gammas(self, precision: Tensor) -> Tensor:
+        """Return γ of every weight, (P,), under prior precisions (P,): one less precision times posterior variance.
+
+        A precision that gives some directions no variance at all counts those as not determined by the data.
+        """
+        return 1 - precision * self.variances().to(precision)
 
 
-class Curvature(Protocol):
+class Curvature:
     """H at unit dispersion in some structure. If two can be added, the sum is the curvature of both data sets."""
 
-    def precision(self, phi: Tensor, prior: BoundPrior) -> Precision:
-        """Return Λ = H/φ + A, factorised."""
-        ...
-
-    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
-        """Return the log-determinant of H/φ + A in the cheapest way that the structure allows."""
-        ...
-
-    def diagonal(self) -> Tensor:
-        """Return the diagonal of H, (P,), no entry below a thousandth of the median of its layer."""
-        ...
-
-    def state(self) -> State:
-        """Return the curvature as plain data, for a file."""
-        ...
-
-
-@runtime_checkable
-class SharesRotation(Protocol):
-    """A precision whose costliest step on a Jacobian, the rotation into its basis, serves other precisions too."""
-
-    def quadratics(self, precisions: Sequence[Any], jacobian: LayerJacobians) -> list[Tensor]:
-        """Return ``quadratic(jacobian)`` of all precisions, which belong to one curvature."""
-        ...
-
-
-@runtime_checkable
-class RefusesPriors(Protocol):
-    """A curvature that takes some priors only."""
-
-    def refuse_prior(self, phi: Tensor, prior: BoundPrior) -> None:
-        """Raise if the precision with this prior does not exist in the structure."""
-        ...
-
-
-@runtime_checkable
-class HoldsDirections(Protocol):
-    """A precision that gives some directions no variance at all, so that γ does not follow from variances alone."""
-
-    def decided(self, precision: Tensor) -> Tensor:
-        """Return γ of every weight, (P,), under prior precisions (P,)."""
-        ...
-
-
-@runtime_checkable
-class BoundsLogdet(Protocol):
-    """A curvature whose log-determinant is a bound, with a term for the curvature that it leaves out."""
-
-    def unseen(self, phi: Tensor, prior: BoundPrior) -> Tensor:
-        """Return that term for each weight, (P,)."""
-        ...
-
-
-@runtime_checkable
-class SaysWhatIsMissing(Protocol):
-    """A curvature that can say how much of the exact one it leaves out under a prior, and what that does."""
-
-    def missing_findings(self, phi: Tensor, prior: BoundPrior, rows: float) -> tuple[str, ...]:
-        """Return remarks for data with this many outputs in total; nothing where the variances hardly change."""
-        ...
-
-
-@runtime_checkable
-class Preconditions(Protocol):
-    """A curvature whose precision couples all weights and so is a good preconditioner for the exact one.
-
-    Blocks would spread the eigenvalues, and a subspace would keep all weights outside it fixed.
-    """
-
-    @property
-    def preconditions(self) -> bool: ...
-
-
-@runtime_checkable
-class HasFindings(Protocol):
-    """A curvature that approximates some of its parts further than its structure says."""
+    preconditions: ClassVar[bool] = False  # whether its precision couples all weights: it preconditions the exact one
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """Remarks on these parts, in words."""
-        ...
+        """Remarks on parts that are approximated further than the structure says, in words."""
+        return ()
 
+    def precision(self, phi: Tensor, prior: BoundPrior) -> Precision:
+        """Return Λ = H/φ + A, factorised."""
+        raise NotImplementedError
 
-@runtime_checkable
-class HasLoneWeights(Protocol):
-    """A curvature that couples some weights with no other, so that no digits cancel in their variances."""
+    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
+        """Return the log-determinant of H/φ + A in the cheapest way that the structure allows."""
+        return self.precision(phi, prior).logdet()
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal of H, (P,), no entry below a thousandth of the median of its layer."""
+        raise NotImplementedError
 
     def coupled(self) -> Tensor:
-        """Return one for every weight that is coupled with others and zero for the rest, (P,)."""
-        ...
+        """Return one for every weight that is coupled with others and zero for the rest, (P,), or one for all.
+
+        No digits cancel in the variance of a weight that is coupled with no other.
+        """
+        return torch.ones(())
+
+    def refuse_prior(self, phi: Tensor, prior: BoundPrior) -> None:
+        """Raise if the precision with this prior does not exist in the structure."""
+
+    def unseen(self, phi: Tensor, prior: BoundPrior) -> Tensor | None:
+        """Return the share of each weight, (P,), in what ``logdet`` adds for curvature that the structure leaves out.
+
+        None if it adds nothing, and is no bound.
+        """
+        return None
+
+    def missing_findings(self, phi: Tensor, prior: BoundPrior, rows: float) -> tuple[str, ...]:
+        """Return remarks on the curvature that is left out, for data with this many outputs in total.
+
+        Nothing where the variances hardly change.
+        """
+        return ()
+
+    def __add__(self: S, other: S) -> S:
+        raise UnsupportedError(f"curvatures of the class {type(self).__name__} do not add; fit all the data again.")
+
+    def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
+        """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
+        raise UnsupportedError(f"curvatures of the class {type(self).__name__} do not add with weights.")
+
+    def state(self) -> State:
+        """Return the curvature as plain data, for a file; the class method ``from_state`` builds it again."""
+        raise UnsupportedError(f"the curvature {type(self).__name__} has no file form, a method state().")
 
 
 def floored(values: Tensor) -> Tensor:

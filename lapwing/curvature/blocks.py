@@ -17,15 +17,16 @@ Each stores sums over the data at unit dispersion; ``precision`` adds prior and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from lapwing.curvature.base import floored, row_products, weighted_sum
 from lapwing.data.processes import Processes
+from lapwing.errors import UnsupportedError
 from lapwing.linalg.dense import (
     Axes,
     Basis,
@@ -80,63 +81,76 @@ class Spectrum:
     basis: Basis
 
 
-class Factor(Protocol):
+class Factor:
     """A sum of x xᵀ over rows x (d,), for each of G groups. Its eigenvectors have the network's ``dtype``."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+    dtype: torch.dtype
+    exact: bool = True  # whether it is the whole sum; False for a diagonal of rows that are not one-hot
+    is_diagonal: ClassVar[bool] = False  # whether it is known in its eigenbasis
 
-    @property
-    def exact(self) -> bool:
-        """Whether it is the whole sum; False for a diagonal of rows that are not one-hot."""
-        ...
-
-    @property
+    @cached_property
     def spectrum(self) -> Spectrum:
         """Its eigenvalues and their basis, computed once."""
-        ...
+        return decompose([self])[0]
+
+    @property
+    def numbers(self) -> Tensor:
+        """The tensor that it is kept in."""
+        raise NotImplementedError
+
+    @property
+    def order(self) -> int:
+        """The order of the matrix to decompose."""
+        return self.numbers.shape[1]
+
+    def symmetric(self) -> Tensor:
+        """Return the matrix to decompose."""
+        raise NotImplementedError
+
+    def spectrum_from(self, values: Tensor, vectors: Tensor) -> Spectrum:
+        """Return the spectrum from the decomposition of ``symmetric``."""
+        raise NotImplementedError
+
+    def basis_of(self, vectors: Tensor) -> Basis:
+        """Return the basis with these eigenvectors."""
+        raise NotImplementedError
 
     def whitened(self, root: Tensor) -> Spectrum:
         """Return eigenvalues of R M R with R = diag(root), and their basis with R in it; root (G, d)."""
-        ...
+        raise NotImplementedError
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, (G, d)."""
-        ...
+        raise NotImplementedError
 
     def dense(self) -> Tensor:
         """Return the matrices, (G, d, d). For small factors."""
-        ...
+        raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its numbers for a file, named by their form."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixFactor:
+class MatrixFactor(Factor):
     """A factor as a matrix, float64 (G, d, d)."""
 
     matrix: Tensor
     dtype: torch.dtype
-    exact: bool = field(default=True, init=False)
-
-    @cached_property
-    def spectrum(self) -> Spectrum:
-        return decompose([self])[0]
 
     @property
-    def requires_grad(self) -> bool:
-        """Whether it depends on hyperparameters that are being learned."""
-        return self.matrix.requires_grad
+    def numbers(self) -> Tensor:
+        return self.matrix
 
     def symmetric(self) -> Tensor:
-        """Return the matrix to decompose."""
         return self.matrix
 
     def spectrum_from(self, values: Tensor, vectors: Tensor) -> Spectrum:
-        """Return the spectrum from the decomposition of ``symmetric``."""
-        return Spectrum(values.to(self.dtype), FullBasis(vectors.to(self.dtype)))
+        return Spectrum(values.to(self.dtype), self.basis_of(vectors.to(self.dtype)))
+
+    def basis_of(self, vectors: Tensor) -> FullBasis:
+        return FullBasis(vectors)
 
     def whitened(self, root: Tensor) -> Spectrum:
         values, vectors = psd_eigh(root.unsqueeze(-1) * self.matrix * root.unsqueeze(-2))
@@ -153,22 +167,19 @@ class MatrixFactor:
 
 
 @dataclass(frozen=True, eq=False)
-class RowsFactor:
+class RowsFactor(Factor):
     """A factor as its rows x, (G, N, d) with N < d, which are few: M = Σ x xᵀ has no other eigenvectors."""
 
     rows: Tensor
     dtype: torch.dtype
     limit: int = FACTOR_LIMIT  # of the matrix that it becomes with more rows
-    exact: bool = field(default=True, init=False)
-
-    @cached_property
-    def spectrum(self) -> Spectrum:
-        return decompose([self])[0]
 
     @property
-    def requires_grad(self) -> bool:
-        """Whether it depends on hyperparameters that are being learned."""
-        return self.rows.requires_grad
+    def numbers(self) -> Tensor:
+        return self.rows
+
+    def basis_of(self, vectors: Tensor) -> ThinBasis:
+        return ThinBasis(vectors)
 
     def symmetric(self) -> Tensor:
         """Return the products of all pairs of rows, (G, N, N): the same eigenvalues as M without its zeros."""
@@ -182,7 +193,7 @@ class RowsFactor:
         directions would drown the small ones.
         """
         sums = self.rows.to(vectors).mT @ vectors.flip(-1)
-        basis = ThinBasis(torch.linalg.qr(sums).Q.to(self.dtype))
+        basis = self.basis_of(torch.linalg.qr(sums).Q.to(self.dtype))
         return Spectrum(torch.nn.functional.pad(values.flip(-1), (0, 1)).to(self.dtype), basis)
 
     def whitened(self, root: Tensor) -> Spectrum:
@@ -203,12 +214,13 @@ class RowsFactor:
 
 
 @dataclass(frozen=True, eq=False)
-class DiagonalFactor:
+class DiagonalFactor(Factor):
     """A factor as its diagonal, float64 (G, d)."""
 
     values: Tensor
     dtype: torch.dtype
     exact: bool = True
+    is_diagonal: ClassVar[bool] = True
 
     @cached_property
     def spectrum(self) -> Spectrum:
@@ -227,7 +239,7 @@ class DiagonalFactor:
         return {"" if self.exact else "_diagonal": self.values}
 
 
-def added(factors: Sequence[Any], weights: Tensor | None = None) -> Any:
+def sum_factors(factors: Sequence[Factor], weights: Tensor | None = None) -> Factor:
     """Return the sum of factors, or the sum with these weights, differentiable in them.
 
     It has the simplest form that is exact: rows while there are few, a diagonal of diagonals, else a matrix. If a
@@ -236,13 +248,13 @@ def added(factors: Sequence[Any], weights: Tensor | None = None) -> Any:
     first = factors[0]
     weights = torch.ones(len(factors), dtype=torch.float64) if weights is None else weights
     rows = [factor for factor in factors if isinstance(factor, RowsFactor)]
-    diagonals = [factor for factor in factors if isinstance(factor, DiagonalFactor)]
+    diagonals = [factor for factor in factors if factor.is_diagonal]
     if len(rows) == len(factors):
-        count, size = sum(factor.rows.shape[1] for factor in rows), first.rows.shape[2]
+        count, size = sum(factor.order for factor in rows), rows[0].rows.shape[2]
         limit = min(factor.limit for factor in rows)  # one from a file does not know the limit of its method
         if count <= most_rows(size, limit):
-            roots = weights.sqrt().to(first.rows)
-            parts = [factor.rows * root for factor, root in zip(factors, roots, strict=True)]
+            roots = weights.sqrt().to(rows[0].rows)
+            parts = [factor.rows * root for factor, root in zip(rows, roots, strict=True)]
             return RowsFactor(torch.cat(parts, 1), first.dtype, limit)
     all_diagonal = len(diagonals) == len(factors)
     too_wide = len(rows) + len(diagonals) == len(factors) and any(f.rows.shape[2] > f.limit for f in rows)
@@ -341,9 +353,9 @@ class FactorSum:
         less = None if self._less is None else self._less.total()
         return [rows, summed, self._diagonal, less, torch.tensor(float(self._dropped), dtype=torch.float64)]
 
-    def value(self, totals: Sequence[Any]) -> Any:
+    def value(self, totals: Sequence[Any]) -> Factor:
         """Return the factor with these ``totals``; one that nothing was added to is zero."""
-        parts: list[Any] = []
+        parts: list[Factor] = []
         rows, summed, diagonal, less, dropped = totals
         matrix = lambda total: mirrored(total).reshape(self._groups, self._size, self._size)
         if summed is not None and summed.ndim == 3:
@@ -360,21 +372,21 @@ class FactorSum:
             zeros = torch.zeros(self._groups, self._size, dtype=torch.float64, device=self._device)
             known = zeros if diagonal is None else diagonal
             parts.append(DiagonalFactor(known, self._dtype, exact=not dropped))
-        return parts[0] if len(parts) == 1 else added(parts)
+        return parts[0] if len(parts) == 1 else sum_factors(parts)
 
 
-def decompose(factors: Sequence[Any]) -> list[Spectrum]:
+def decompose(factors: Sequence[Factor]) -> list[Spectrum]:
     """Return the spectra of all factors, each computed once; those of equal size together.
 
     Cost: about 7 d³ for a matrix in float64 and half of it in float32, 7 N³ + 3 N² d for N rows, and nothing for a
     diagonal.
     """
-    missing = {id(f): f for f in factors if "spectrum" not in vars(f) and not isinstance(f, DiagonalFactor)}
+    missing = {id(f): f for f in factors if "spectrum" not in vars(f) and not f.is_diagonal}
     # A factor that depends on hyperparameters has a graph, which others must not become part of.
-    pending = sorted(missing.values(), key=lambda f: f.requires_grad)
-    sizes = [f.rows.shape[1] if isinstance(f, RowsFactor) else f.matrix.shape[-1] for f in pending]
+    pending = sorted(missing.values(), key=lambda f: f.numbers.requires_grad)
+    sizes = [factor.order for factor in pending]
     visible = is_showing() and 7 * sum(float(size) ** 3 for size in sizes) > LONG
-    fixed = sum(not f.requires_grad for f in pending)
+    fixed = sum(not f.numbers.requires_grad for f in pending)
     groups = [*batches(sizes[:fixed]), *([i] for i in range(fixed, len(pending)))]
     for numbers in ProgressBar(groups, "eigendecompositions", visible):
         together = [pending[i] for i in numbers]
@@ -384,22 +396,23 @@ def decompose(factors: Sequence[Any]) -> list[Spectrum]:
     return [factor.spectrum for factor in factors]
 
 
-def share_spectra(factors: Sequence[Any], processes: Processes) -> None:
+def share_spectra(factors: Sequence[Factor], processes: Processes) -> None:
     """Decompose factors, each in the process that has the least to do so far; all get the same spectra."""
-    each = [factor for factor in factors if not isinstance(factor, DiagonalFactor)]
-    tensors = [factor.rows if isinstance(factor, RowsFactor) else factor.matrix for factor in each]
+    each = [factor for factor in factors if not factor.is_diagonal]
+    tensors = [factor.numbers for factor in each]
     work = [float(min(t.shape[1:])) ** 2 * max(t.shape[1:]) for t in tensors]
     own = [factor for factor, owner in zip(each, processes.job_owners(work), strict=True) if owner == processes.rank]
     decompose(own)  # those of equal size together
     jobs = [partial(_spectrum_numbers, factor) for factor in each]
     spectra = processes.run_jobs(jobs, work, tensors[0].device if tensors else torch.device("cpu"))
     for factor, (values, vectors) in zip(each, spectra, strict=True):
-        basis = (ThinBasis if isinstance(factor, RowsFactor) else FullBasis)(vectors)
-        vars(factor)["spectrum"] = Spectrum(values, basis)  # where its cached property looks
+        vars(factor)["spectrum"] = Spectrum(values, factor.basis_of(vectors))  # where its cached property looks
 
 
-def _spectrum_numbers(factor: Any) -> list[Tensor]:
-    return [factor.spectrum.values, factor.spectrum.basis.vectors]
+def _spectrum_numbers(factor: Factor) -> list[Tensor]:
+    basis = factor.spectrum.basis
+    assert isinstance(basis, FullBasis | ThinBasis)
+    return [factor.spectrum.values, basis.vectors]
 
 
 def psd_eigh_each(matrices: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[tuple[Tensor, Tensor]]:
@@ -421,43 +434,41 @@ def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return psd_eigh_each([matrix])[0]
 
 
-S = TypeVar("S")
+S = TypeVar("S", bound="BlockCurvature")
+Q = TypeVar("Q", bound="BlockPrecision")
 
 
-class BlockPrecision(Protocol):
+class BlockPrecision:
     """Λ of one block, factorised."""
 
-    @property
-    def log_determinant(self) -> Tensor:
-        """The log-determinant of Λ."""
-        ...
+    log_determinant: Tensor
 
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
         """Return J Λ⁻¹ Jᵀ: (B, S, C, C), or its diagonal (B, S, C)."""
-        ...
+        raise NotImplementedError
 
-    def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
+    def quadratics(self: Q, precisions: Sequence[Q], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
         """Return J Λ⁻¹ Jᵀ of all precisions of one curvature, (B, S, C, C) each; a shared basis is applied once."""
-        ...
+        return [each.quadratic(jacobian, tokens, True) for each in precisions]
 
     def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
         """Return J Λ⁻¹ J'ᵀ between all samples and outputs of two batches, (B K, B' K'), or of one with itself."""
-        ...
+        raise NotImplementedError
 
     def sample(self, eps: Tensor) -> Tensor:
         """Return Λ^-½ eps for standard normal eps (n, *form)."""
-        ...
+        raise NotImplementedError
 
     def adjoint(self, v: Tensor) -> Tensor:
         """Apply the transpose of ``sample`` to v (n, *form); ``sample`` after ``adjoint`` is Λ⁻¹."""
-        ...
+        raise NotImplementedError
 
     def variances(self) -> Tensor:
         """Return the diagonal of Λ⁻¹, in the block's form."""
-        ...
+        raise NotImplementedError
 
 
-class BlockSum(Protocol):
+class BlockSum:
     """The sum of the curvature of one block over a pass."""
 
     def add(self, part: BlockJacobian | HeadGGN, first: bool, weights: Tensor | None = None) -> None:
@@ -465,60 +476,73 @@ class BlockSum(Protocol):
 
         The seeds have the weights of the samples in them; ``weights`` (B,) are for sums that have no seeds.
         """
-        ...
+        raise NotImplementedError
 
     def settle(self, processes: Processes) -> None:
         """Agree with the other processes on the form of the sums, if it depends on the data."""
-        ...
 
     def totals(self) -> list[Tensor | None]:
         """Return the sums over the data of this process; None for one of which only data show the shape."""
-        ...
+        raise NotImplementedError
 
     def value(self, totals: Sequence[Any]) -> BlockCurvature:
         """Return the curvature with these sums, which are those of ``totals`` over all processes."""
-        ...
+        raise NotImplementedError
 
 
-class BlockCurvature(Protocol):
-    """H of one block at unit dispersion. Its class method ``from_state(state, network)`` builds it from a state."""
+class BlockCurvature:
+    """H of one block at unit dispersion. Its class method ``from_state(state, network)`` builds it from a state.
+
+    A structure that is diagonal defines ``only_diagonal``, ``mixed`` and what files need; others define ``precision``,
+    ``diagonal`` and ``dense`` too.
+    """
 
     @property
     def only_diagonal(self) -> Tensor | None:
-        """The stored diagonal in the block's form, if the structure is diagonal; else None."""
-        ...
+        """The diagonal in the block's form, if the structure is diagonal; else None."""
+        return None
 
     def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> BlockPrecision:
         """Return Λ = H/φ + A of the block, factorised."""
-        ...
+        values = self._known_diagonal()
+        values = values / phi.to(values) + prior.whole.to(values)
+        return DiagonalPrecision(values.reciprocal(), values.log().sum(dtype=torch.float64))
 
     def diagonal(self) -> Tensor:
         """Return the diagonal of H in the block's form, no entry below a thousandth of the median."""
-        ...
-
-    def __add__(self: S, other: S) -> S: ...
-
-    def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
-        """Return the weighted sum of this block and the others, differentiable in the weights (1 + others,)."""
-        ...
-
-    def state(self) -> State: ...
+        return floored(self._known_diagonal())
 
     def dense(self) -> Tensor:
         """Return H as a matrix, in the order of the block's form. For tests and small networks."""
-        ...
+        return torch.diag(self._known_diagonal().reshape(-1))
+
+    def _known_diagonal(self) -> Tensor:
+        values = self.only_diagonal
+        assert values is not None, "a structure that is not diagonal defines this member"
+        return values
+
+    def __add__(self: S, other: S) -> S:
+        return self.mixed([other], torch.ones(2, dtype=torch.float64))
+
+    def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
+        """Return the weighted sum of this block and the others, differentiable in the weights (1 + others,)."""
+        raise NotImplementedError
+
+    def state(self) -> State:
+        """Return the block as plain data, for a file."""
+        raise UnsupportedError(f"the curvature {type(self).__name__} has no file form, a method state().")
 
     def factors(self, prior: BlockPrior) -> Sequence[Factor]:
-        """Return the factors whose eigendecompositions ``precision`` needs under this prior; none by default."""
+        """Return the factors whose eigendecompositions ``precision`` needs under this prior."""
         return ()
 
     def remarks(self, block: Block) -> Sequence[str]:
-        """Return what the structure approximates beyond its definition, in words; nothing by default."""
+        """Return what the structure approximates beyond its definition, in words."""
         return ()
 
 
 @dataclass(frozen=True, eq=False)
-class DiagonalPrecision:
+class DiagonalPrecision(BlockPrecision):
     """Λ diagonal; ``inverse`` is one over it, in the block's form."""
 
     inverse: Tensor
@@ -526,9 +550,6 @@ class DiagonalPrecision:
 
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
         return jacobian.weighted(self.inverse, tokens, full)
-
-    def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
-        return [each.quadratic(jacobian, tokens, True) for each in precisions]
 
     def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
         return jacobian.between(jacobian if other is None else other, self.inverse)
@@ -545,7 +566,7 @@ class DiagonalPrecision:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class DiagonalBlock:
+class DiagonalBlock(BlockCurvature):
     """The diagonal of H, in the block's form."""
 
     values: Tensor
@@ -568,24 +589,8 @@ class DiagonalBlock:
         (block,) = network.layout
         return cls(**state.read(values=Array(block.form, 0, dtype=network.dtype)))
 
-    def dense(self) -> Tensor:
-        return torch.diag(self.values.reshape(-1))
 
-    def factors(self, prior: BlockPrior) -> tuple[Factor, ...]:
-        return ()
-
-    def remarks(self, block: Block) -> tuple[str, ...]:
-        return ()
-
-    def diagonal(self) -> Tensor:
-        return floored(self.values)
-
-    def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> DiagonalPrecision:
-        values = self.values / phi.to(self.values) + prior.whole.to(self.values)
-        return DiagonalPrecision(values.reciprocal(), values.log().sum(dtype=torch.float64))
-
-
-class DiagonalSum:
+class DiagonalSum(BlockSum):
     """The diagonal of H of a block, summed over a pass."""
 
     def __init__(self, block: Block, network: Network) -> None:
@@ -595,9 +600,6 @@ class DiagonalSum:
     def add(self, part: BlockJacobian | HeadGGN, first: bool, weights: Tensor | None = None) -> None:
         self._squares += part.squares().reshape(self._squares.shape)
 
-    def settle(self, processes: Processes) -> None:
-        return
-
     def totals(self) -> list[Tensor | None]:
         return [self._squares]
 
@@ -606,13 +608,13 @@ class DiagonalSum:
 
 
 @dataclass(frozen=True, eq=False)
-class CholeskyPrecision:
+class CholeskyPrecision(BlockPrecision):
     """Λ by its Cholesky factor L (p, p), float64."""
 
     factor: Tensor
 
     @property
-    def log_determinant(self) -> Tensor:
+    def log_determinant(self) -> Tensor:  # type: ignore[override]
         return 2 * self.factor.diagonal().log().sum()
 
     @cached_property
@@ -636,9 +638,6 @@ class CholeskyPrecision:
         inverse = self._inverse_single if j.dtype == torch.float32 else self._inverse_factor.to(j.dtype)
         return (j @ inverse.mT).transpose(0, 1)
 
-    def quadratics(self, precisions: Sequence[Any], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
-        return [each.quadratic(jacobian, tokens, True) for each in precisions]
-
     def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
         rows = self._whitened(jacobian).flatten(0, 1)
         return rows @ (rows if other is None else self._whitened(other).flatten(0, 1)).mT
@@ -659,11 +658,10 @@ class CholeskyPrecision:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class FullBlock:
+class FullBlock(BlockCurvature):
     """The whole H of one block, (p, p)."""
 
     matrix: Tensor
-    only_diagonal: ClassVar[None] = None
 
     def __add__(self, other: FullBlock) -> FullBlock:
         return FullBlock(self.matrix + other.matrix)
@@ -682,12 +680,6 @@ class FullBlock:
     def dense(self) -> Tensor:
         return self.matrix
 
-    def factors(self, prior: BlockPrior) -> tuple[Factor, ...]:
-        return ()
-
-    def remarks(self, block: Block) -> tuple[str, ...]:
-        return ()
-
     def diagonal(self) -> Tensor:
         return floored(self.matrix.diagonal())
 
@@ -696,7 +688,7 @@ class FullBlock:
         return CholeskyPrecision(cholesky(self.matrix.double() / phi.double() + torch.diag(added), block.weight))
 
 
-class FullSum:
+class FullSum(BlockSum):
     """The whole H of a block, summed over a pass."""
 
     def __init__(self, block: Block, network: Network) -> None:
@@ -705,9 +697,6 @@ class FullSum:
     def add(self, part: BlockJacobian | HeadGGN, first: bool, weights: Tensor | None = None) -> None:
         assert not isinstance(part, HeadGGN), "the last linear layer is kept in factors"
         self._gram.add(part.whole().flatten(0, 1), exact=True)
-
-    def settle(self, processes: Processes) -> None:
-        return
 
     def totals(self) -> list[Tensor | None]:
         return [self._gram.total()]

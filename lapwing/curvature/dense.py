@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import crossed, floored_by_layer, in_runs, row_products, weighted_sum
+from lapwing.curvature.base import Curvature, Precision, crossed, floored_by_layer, in_runs, row_products, weighted_sum
 from lapwing.curvature.kronecker import BlockwisePrecision, prior_precision
 from lapwing.curvature.sweep import Sweep
 from lapwing.data.batches import Data
@@ -36,7 +36,7 @@ COPIES = 5  # float64 numbers that a row of the Jacobian takes for each weight, 
 
 
 @dataclass(frozen=True, eq=False)
-class FullPrecision:
+class FullPrecision(Precision):
     """Λ = H/φ + A by its Cholesky factor, float64."""
 
     factor: Tensor
@@ -120,7 +120,7 @@ class FullPrecision:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class FullCurvature:
+class FullCurvature(Curvature):
     """H at unit dispersion, (P, P)."""
 
     matrix: Tensor
@@ -308,28 +308,28 @@ def _pair_positions(block: Block, selection: Selection, device: torch.device) ->
 CANCELLED = 1e-8  # part of the prior variance below which a variance is not computed as a difference
 
 
-class Rows(Protocol):
+class Rows:
     """r vectors of P weights, W (r, P): stored, or computed by the network."""
 
     def gram(self, prior: BoundPrior) -> Tensor:
         """Return W A⁻¹ Wᵀ, (r, r), differentiable in the precisions."""
-        ...
+        raise NotImplementedError
 
     def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         """Return W A⁻¹ Jᵀ, (r, B K)."""
-        ...
+        raise NotImplementedError
 
     def times(self, v: Tensor) -> Tensor:
         """Return v Wᵀ for v (n, P): (n, r)."""
-        ...
+        raise NotImplementedError
 
     def combined(self, c: Tensor) -> Tensor:
         """Return c W for c (n, r): (n, P)."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
-class StoredRows:
+class StoredRows(Rows):
     """The vectors W = diag(sizes) · vectors (r, P) as a tensor, with their sizes (r,) apart: W itself is not formed."""
 
     vectors: Tensor
@@ -355,7 +355,7 @@ class StoredRows:
 
 
 @dataclass(frozen=True, eq=False)
-class LowRankPrecision:
+class LowRankPrecision(Precision):
     r"""Λ = Wᵀ W + A with W (r, P), by the Woodbury identity.
 
     $$ \Lambda^{-1} = A^{-1} - A^{-1} W^\top (I + W A^{-1} W^\top)^{-1} W A^{-1} $$
@@ -485,7 +485,7 @@ class LowRankPrecision:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class LowRankCurvature:
+class LowRankCurvature(Curvature):
     """H ≈ Uᵀ S U at unit dispersion: ``values`` S (r,), orthonormal ``vectors`` U (r, P) as rows.
 
     ``residual`` is the error of the eigenpairs, zero if they are exact.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import floored, floored_by_layer
+from lapwing.curvature.base import Curvature, Precision, floored, floored_by_layer
 from lapwing.curvature.blocks import (
     BlockCurvature,
     BlockPrecision,
@@ -24,9 +24,9 @@ from lapwing.curvature.blocks import (
     MatrixFactor,
     RowsFactor,
     Spectrum,
-    added,
     decompose,
     share_spectra,
+    sum_factors,
 )
 from lapwing.curvature.sweep import Sweep
 from lapwing.data.processes import Processes
@@ -42,7 +42,7 @@ from lapwing.runtime.state import Array, Either, Field, Latest, Maybe, PartOf, S
 
 
 @dataclass(frozen=True, eq=False)
-class EigenPrecision:
+class EigenPrecision(BlockPrecision):
     """Λ with known eigenvectors U ⊗ V. ``inverse`` (G, m_out, m_in) holds one over the eigenvalues.
 
     There is one for each pair of parts of the bases. A prior that differs by input or output is folded into the bases.
@@ -108,12 +108,13 @@ def precision_in(out: Basis, inp: Basis, values: Tensor, scale_logdet: Tensor | 
 
 
 @dataclass(frozen=True, eq=False)
-class BlockwisePrecision:
+class BlockwisePrecision(Precision):
     """Λ with no coupling between blocks."""
 
     blocks: tuple[BlockPrecision, ...]
     layout: tuple[Block, ...]
     selection: Selection
+    shares_rotation: ClassVar[bool] = True
 
     def logdet(self) -> Tensor:
         return torch.stack([block.log_determinant.double() for block in self.blocks]).sum()
@@ -162,7 +163,7 @@ class BlockwisePrecision:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class BlockwiseCurvature:
+class BlockwiseCurvature(Curvature):
     """H with no coupling between blocks. ``blocks`` match the network's layout one to one."""
 
     blocks: tuple[BlockCurvature, ...]
@@ -221,9 +222,6 @@ class BlockwiseCurvature:
                 on_block = prior.on(block)
                 if on_block.whole.ndim and curvature.only_diagonal is None:
                     curvature.precision(phi, on_block, block)
-
-    def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
-        return self.precision(phi, prior).logdet()
 
     def diagonal(self) -> Tensor:
         if self.selection.index is not None:  # the floor is that of the chosen weights
@@ -310,7 +308,7 @@ def kronecker_curvature(
     return blockwise_sum(sweep, network, sums)
 
 
-class _KroneckerSum:
+class _KroneckerSum(BlockSum):
     """The two factors of a linear block, summed over a pass."""
 
     def __init__(self, block: Block, sharing: str, network: Network, limit: int) -> None:
@@ -380,33 +378,34 @@ class Eigen:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class KroneckerBlock:
+class KroneckerBlock(BlockCurvature):
     """H ≈ B ⊗ A / rows: sums A of inputs (d_in) and B of output gradients (d_out), for each of G groups.
 
     The A of a lookup is a diagonal of counts. Division by the number of rows makes a single linear layer with constant
     output curvature exact.
     """
 
-    inp: Any  # a Factor, as is ``out``
-    out: Any
+    inp: Factor
+    out: Factor
     rows: float
-    only_diagonal: ClassVar[None] = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the network."""
-        dtype: torch.dtype = self.out.dtype
-        return dtype
+        return self.out.dtype
 
     def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
-        return KroneckerBlock(added([self.inp, other.inp]), added([self.out, other.out]), self.rows + other.rows)
+        return KroneckerBlock(
+            sum_factors([self.inp, other.inp]), sum_factors([self.out, other.out]), self.rows + other.rows
+        )
 
     def mixed(self, others: Sequence[KroneckerBlock], weights: Tensor) -> KroneckerBlock:
         """Weight the output factors; all blocks have the same input factor."""
-        return replace(self, out=added([self.out, *(block.out for block in others)], weights))
+        return replace(self, out=sum_factors([self.out, *(block.out for block in others)], weights))
 
     def state(self) -> State:
-        tensors = {name + form: t for name in ("inp", "out") for form, t in getattr(self, name).tensors().items()}
+        pairs = (("inp", self.inp), ("out", self.out))
+        tensors = {name + form: t for name, factor in pairs for form, t in factor.tensors().items()}
         return State("KroneckerBlock", tensors={**tensors, "rows": torch.tensor(self.rows, dtype=torch.float64)})
 
     @classmethod
@@ -542,13 +541,12 @@ def eigen_corrected(sweep: Sweep, kron: BlockwiseCurvature) -> BlockwiseCurvatur
 
 @saved
 @dataclass(frozen=True, eq=False)
-class EigenBlock:
+class EigenBlock(BlockCurvature):
     """H in a Kronecker eigenbasis with its exact diagonal there (EKFAC): ``values`` for each pair of parts."""
 
     out: Basis
     inp: Basis
     values: Tensor  # (G, m_out, m_in)
-    only_diagonal: ClassVar[None] = None
 
     def __add__(self, other: EigenBlock) -> EigenBlock:
         raise UnsupportedError(

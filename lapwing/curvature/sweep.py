@@ -6,10 +6,10 @@ A likelihood that learns a noise for each output takes a pass, and has a curvatu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -390,16 +390,6 @@ class Sweep:
         self.own = Statistics(float(total), as_count(count), network.output_shape[-1])
 
 
-class MixableCurvature(Curvature, Protocol):
-    """A curvature of which weighted sums can be formed."""
-
-    def __add__(self: S, other: S) -> S: ...
-
-    def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
-        """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
-        ...
-
-
 @saved
 @dataclass(frozen=True, eq=False)
 class PerOutputCurvature:
@@ -409,7 +399,7 @@ class PerOutputCurvature:
     factor, and its output factor is the weighted sum, as if it had been computed under those ratios.
     """
 
-    parts: tuple[MixableCurvature, ...]
+    parts: tuple[Curvature, ...]
     start: Tensor  # s, (C,)
 
     def __add__(self, other: PerOutputCurvature) -> PerOutputCurvature:
@@ -430,7 +420,7 @@ class PerOutputCurvature:
     @classmethod
     def from_state(cls, state: State, network: Network) -> PerOutputCurvature:
         names = [str(i) for i in range(network.output_shape[-1])]
-        part = PartOf(MixableCurvature, network)
+        part = PartOf(Curvature, network)
         fields = state.read(start=Array((len(names),), SMALLEST), **dict.fromkeys(names, part))
         parts = tuple(fields[name] for name in names)
         if len({type(each) for each in parts}) != 1:
@@ -439,7 +429,7 @@ class PerOutputCurvature:
 
 
 def swept(
-    compute: Callable[[Sweep], MixableCurvature], problem: Problem, data: Data, seeds: Seeds, label: str
+    compute: Callable[[Sweep], Curvature], problem: Problem, data: Data, seeds: Seeds, label: str
 ) -> tuple[Curvature | PerOutputCurvature, Statistics, Estimate | None]:
     """Return the curvature that ``compute`` sums over a pass, or one for each output if each output learns its noise.
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from lapwing.curvature.base import floored_by_layer
-from lapwing.curvature.dense import LowRankCurvature, LowRankPrecision
+from lapwing.curvature.base import Curvature, Precision, floored_by_layer
+from lapwing.curvature.dense import LowRankCurvature, LowRankPrecision, Rows
 from lapwing.curvature.kronecker import prior_precision
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.data.batches import Data
@@ -49,7 +49,7 @@ TOO_WIDE = 1.1  # ratio of standard deviations from which missing points are a f
 
 
 @dataclass(frozen=True, eq=False)
-class AnchoredRows:
+class AnchoredRows(Rows):
     """Linear combinations W = mixᵀ J_Z (r, P) of anchors, with mix (M, r); W is not formed."""
 
     anchors: Anchors
@@ -70,7 +70,7 @@ class AnchoredRows:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class AnchoredCurvature:
+class AnchoredCurvature(Curvature):
     r"""Low-rank curvature H̃ = J_Zᵀ mix mixᵀ J_Z at unit dispersion, with a bound on the part of H that it misses.
 
     ``ggn_diagonal`` (P,) is the diagonal of the exact H, where it is known. The log-determinant then includes the trace
@@ -183,7 +183,7 @@ class AnchoredCurvature:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class BoundedCurvature:
+class BoundedCurvature(Curvature):
     r"""The part H̃ of H in some directions; ``exact_diagonal`` (P,) is the diagonal of the whole H.
 
     The log-determinant is an upper bound of that of the whole H,
@@ -225,7 +225,7 @@ class BoundedCurvature:
 
 
 @dataclass(frozen=True, eq=False)
-class SubspacePrecision:
+class SubspacePrecision(Precision):
     r"""The posterior θ = w̃ + Dᵀ c with c ~ N(0, G⁻¹) and G = D Λ Dᵀ, for K directions D (K, P).
 
     It has no variance outside the directions, and nowhere more than the exact posterior:
@@ -263,13 +263,10 @@ class SubspacePrecision:
         product = v.to(self._basis) @ self._basis.mT
         return torch.nn.functional.pad(product, (0, v.shape[1] - len(self._basis)))
 
-    def solve(self, v: Tensor) -> Tensor:
-        return self.sample(self.adjoint(v)).to(v)
-
     def variances(self) -> Tensor:
         return self._basis.square().sum(0)
 
-    def decided(self, precision: Tensor) -> Tensor:
+    def gammas(self, precision: Tensor) -> Tensor:
         """Return γ of every weight (P,) under prior precisions (P,): the share of its variance that the data remove."""
         prior_variances = torch.linalg.solve_triangular(self.prior_root, self.directions, upper=False).square().sum(0)
         return precision.to(prior_variances) * (prior_variances - self.variances())
@@ -277,7 +274,7 @@ class SubspacePrecision:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class SubspaceCurvature:
+class SubspaceCurvature(Curvature):
     """Curvature restricted to K directions D (K, P); ``gram`` is D H Dᵀ at unit dispersion, (K, K)."""
 
     directions: Tensor

@@ -11,17 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import (
-    BoundsLogdet,
-    Curvature,
-    HasFindings,
-    HasLoneWeights,
-    HoldsDirections,
-    Precision,
-    RefusesPriors,
-    SaysWhatIsMissing,
-    SharesRotation,
-)
+from lapwing.curvature.base import Curvature, Precision
 from lapwing.curvature.sweep import Estimate, PerOutputCurvature
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
@@ -344,8 +334,7 @@ class WeightPosterior(Linearised):
 
     def _with_prior_checked(self) -> WeightPosterior:
         """Return the posterior; raise now, not at the first prediction, if the curvature cannot take its prior."""
-        if isinstance(self.current, RefusesPriors):
-            self.current.refuse_prior(self._phi.detach(), self.problem.prior)
+        self.current.refuse_prior(self._phi.detach(), self.problem.prior)
         return self
 
     @cached_property
@@ -449,7 +438,7 @@ class WeightPosterior(Linearised):
     @property
     def passing(self) -> Network:
         network = self.problem.network
-        return network.blockwise if isinstance(self.precision, SharesRotation) else network
+        return network.blockwise if self.precision.shares_rotation else network
 
     @property
     def shared(self) -> object:
@@ -458,9 +447,7 @@ class WeightPosterior(Linearised):
     def covariances(self, jacobian: LayerJacobians, members: Sequence[WeightPosterior]) -> list[Tensor]:
         """Return J Λ⁻¹ Jᵀ of every member: the same curvature under other priors and noises."""
         precisions = [each.precision for each in members]
-        if isinstance(precisions[0], SharesRotation):
-            return precisions[0].quadratics(precisions, jacobian)
-        return [precision.quadratic(jacobian, True) for precision in precisions]
+        return precisions[0].quadratics(precisions, jacobian)
 
     @cached_property
     def precision(self) -> Precision:
@@ -477,26 +464,21 @@ class WeightPosterior(Linearised):
         """
         with torch.no_grad():
             ratios = self.current.diagonal().double() / self.problem.prior.vector.double()
-            if isinstance(self.current, HasLoneWeights):
-                ratios = ratios * self.current.coupled().to(ratios)
+            ratios = ratios * self.current.coupled().to(ratios)
             return 1 + float(ratios.sum() / self._phi.double())
 
     @property
     def findings(self) -> tuple[str, ...]:
         """Remarks on what the curvature approximates or estimates, and on the digits of the Jacobian."""
-        approximated = self.current.findings if isinstance(self.current, HasFindings) else ()
         estimated = () if self.estimate is None else (str(self.estimate),)
-        return (*approximated, *self._missing, *estimated, *self._digits)
+        return (*self.current.findings, *self._missing, *estimated, *self._digits)
 
     @property
     def _missing(self) -> tuple[str, ...]:
         """Remarks on the curvature that is left out, where that widens the variances."""
-        curvature = self.curvature
-        if not isinstance(curvature, SaysWhatIsMissing):
-            return ()
         rows = self.statistics.data * self.statistics.outputs
         with torch.no_grad():
-            return curvature.missing_findings(self._phi, self.problem.prior, rows)
+            return self.current.missing_findings(self._phi, self.problem.prior, rows)
 
     @property
     def _digits(self) -> tuple[str, ...]:
@@ -558,17 +540,11 @@ class WeightPosterior(Linearised):
 
         A posterior that holds some directions fixed counts those as not determined by the data.
         """
-        vector = self.problem.prior.vector.detach()
-        precision = self.precision
-        if isinstance(precision, HoldsDirections):
-            return precision.decided(vector).detach()
-        return 1 - vector * precision.variances().detach().to(vector)
+        return self.precision.gammas(self.problem.prior.vector.detach()).detach()
 
     def unseen_gamma(self) -> Tensor | None:
         """Return γ (P,) of the curvature that a bound on the evidence leaves out, or None if there is no such term."""
-        if not isinstance(self.curvature, BoundsLogdet):
-            return None
-        return self.curvature.unseen(self._phi, self.problem.prior)
+        return self.current.unseen(self._phi, self.problem.prior)
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights, (n, P)."""

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import Preconditions
 from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.krylov import conjugate_gradients
@@ -259,7 +258,7 @@ def _limits(typical: Tensor, noise: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def _solve(solver: ModeSolver, posterior: WeightPosterior, start: Tensor) -> Mode:
     """Return θ* of the posterior's problem; the posterior preconditions the solve if its structure is suitable."""
     precondition: Product | None = None
-    if isinstance(posterior.current, Preconditions) and posterior.current.preconditions:
+    if posterior.current.preconditions:
         precision, root = posterior.precision, posterior.problem.prior.vector.detach().sqrt()
         precondition = lambda v: root * precision.solve(root * v)
     return solver(posterior.problem, start, precondition)

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.curvature import blocks as factors
-from lapwing.curvature.blocks import DiagonalFactor, FactorSum, MatrixFactor, RowsFactor, added, decompose, most_rows
+from lapwing.curvature.blocks import (
+    DiagonalFactor,
+    FactorSum,
+    MatrixFactor,
+    RowsFactor,
+    decompose,
+    most_rows,
+    sum_factors,
+)
 from lapwing.curvature.kronecker import _KroneckerSum
 from lapwing.networks.network import Network
 from lapwing.runtime.state import on_device
@@ -257,14 +265,14 @@ def test_sums_of_factors_change_their_form_only_where_they_must() -> None:
         matrix, diagonal = MatrixFactor(dense[2], D), DiagonalFactor(torch.ones(1, 24, dtype=D), D)
         weights = torch.tensor([0.5, 2.0], dtype=D)
         sums = {
-            "two": (added(rows[:2], weights), RowsFactor, 0.5 * dense[0] + 2 * dense[1]),
-            "three": (added(rows), MatrixFactor, sum(dense)),
-            "too wide": (added(tight), DiagonalFactor, torch.diag_embed(sum(dense).diagonal(dim1=1, dim2=2))),
-            "with a matrix": (added([rows[0], matrix]), MatrixFactor, dense[0] + dense[2]),
-            "with ones": (added([diagonal, matrix]), MatrixFactor, torch.eye(24, dtype=D) + dense[2]),
-            "ones and rows": (added([diagonal, rows[0]]), MatrixFactor, torch.eye(24, dtype=D) + dense[0]),
-            "ones twice": (added([diagonal, diagonal]), DiagonalFactor, 2 * torch.eye(24, dtype=D)[None]),
-            "not exact": (added([replace(diagonal, exact=False), matrix]), DiagonalFactor,
+            "two": (sum_factors(rows[:2], weights), RowsFactor, 0.5 * dense[0] + 2 * dense[1]),
+            "three": (sum_factors(rows), MatrixFactor, sum(dense)),
+            "too wide": (sum_factors(tight), DiagonalFactor, torch.diag_embed(sum(dense).diagonal(dim1=1, dim2=2))),
+            "with a matrix": (sum_factors([rows[0], matrix]), MatrixFactor, dense[0] + dense[2]),
+            "with ones": (sum_factors([diagonal, matrix]), MatrixFactor, torch.eye(24, dtype=D) + dense[2]),
+            "ones and rows": (sum_factors([diagonal, rows[0]]), MatrixFactor, torch.eye(24, dtype=D) + dense[0]),
+            "ones twice": (sum_factors([diagonal, diagonal]), DiagonalFactor, 2 * torch.eye(24, dtype=D)[None]),
+            "not exact": (sum_factors([replace(diagonal, exact=False), matrix]), DiagonalFactor,
                           torch.diag_embed(1 + dense[2].diagonal(dim1=1, dim2=2))),
         }  # fmt: skip
         for name, (total, kind, expected) in sums.items():

@@ -419,7 +419,7 @@ def test_the_covariance_is_the_inverse_within_the_span(kind: str) -> None:
     assert_close(found.adjoint(torch.eye(P, dtype=D)), draws.T)
     assert_close(found.variances(), covariance.diagonal())
     before = inducing.within(d, torch.diag(prior.vector))
-    assert_close(found.decided(prior.vector), prior.vector * (before - covariance).diagonal())
+    assert_close(found.gammas(prior.vector), prior.vector * (before - covariance).diagonal())
 
 
 @pytest.mark.parametrize("kind", PRIORS)
