@@ -26,7 +26,7 @@ from lapwing.posteriors.base import SAMPLES_RULE, SUM, EffectiveParameters, Post
 from lapwing.predictives.base import Predictive
 from lapwing.predictives.views import as_images, concat_batches, concat_beliefs, concat_processes
 from lapwing.priors.base import BoundPrior, Prior
-from lapwing.registry import prior_given
+from lapwing.registry import prior_for
 from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, integer, usable_device
 from lapwing.runtime.state import on_device
 from lapwing.runtime.threads import shows_progress
@@ -921,7 +921,7 @@ class Fitted:
                 "tune the posterior that it came from."
             )
         self.base.require(Posterior.with_problem, "prior over weights to change", self.method)
-        bound = prior_given(prior).bound(self.network.selection, self.network.theta(), self.prior.network_groups)
+        bound = prior_for(prior).bound(self.network.selection, self.network.theta(), self.prior.network_groups)
         return replace(self, posterior=self.base.with_prior(bound))
 
     def to(self, device: torch.device | str) -> Fitted:

@@ -183,7 +183,7 @@ def named(what: str, given: Any) -> Any:
     return given
 
 
-def prior_given(given: Any) -> Prior:
+def prior_for(given: Any) -> Prior:
     """Return the prior, or the isotropic one with this precision; raise for anything else."""
     if isinstance(given, Prior) and not isinstance(given, type):
         return given

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.api import problem_of
 from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.dense import full_curvature
 from lapwing.curvature.kronecker import BlockwiseCurvature, blockwise_sum
@@ -21,6 +20,7 @@ from lapwing.curvature.sweep import Seeds, Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import check_finite
 from lapwing.errors import ModelError, UnsupportedError
+from lapwing.fitting import problem_of
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg.dense import most_explaining
 from lapwing.methods.diagonal import Diagonal

@@ -1,4 +1,4 @@
-"""The default for Gaussian noise: half the plain network, and an exact posterior of bounded cost and agreed scale."""
+"""The steps of a fit; the default for Gaussian noise: plain network, Kron and the exact posterior averaged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing import api as fitting
+from lapwing import fitting
+from lapwing.data.processes import ALONE
 from tests.tolerances import assert_close
 
 D = torch.float64
@@ -93,3 +94,129 @@ def test_the_summary_says_that_the_width_was_not_checked() -> None:
     assert "no held-out data checked the width" in lw.fit(net, data, "regression").summary()
     held_out = lw.fit(net, data, "regression", validation=(data[0] + 0.01, data[1])).summary()
     assert "no held-out data" not in held_out
+
+
+def run_until(last: str, net: nn.Module, data: Any, **options: Any) -> fitting.FitInProgress:
+    """Return a fit after the step of this name."""
+    given: dict[str, Any] = {
+        "likelihood": "regression", "processes": ALONE, "generator": None, "method": lw.Kron(), "weights": None,
+        "prior": None, "validation": None, "tuner": None, "target_key": None, "output": None, "progress": False,
+        "is_default": True,
+    }  # fmt: skip
+    run = fitting.FitInProgress(net, data, **{**given, **options})
+    for step in fitting.STEPS:
+        step(run)
+        if step.__name__ == last:
+            return run
+    raise AssertionError(last)
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return problem(norm=False)
+
+
+def test_all_steps_make_the_posterior_of_fit(small: Any) -> None:
+    net, (x, y) = small
+    run = run_until("note_findings", net, (x, y))
+    assert_close(run.posterior(x).variance, lw.fit(net, (x, y), "regression").posterior(x).variance)
+
+
+def test_data_are_read_in_the_dtype_of_the_model_and_named(small: Any) -> None:
+    net, (x, y) = small
+    run = run_until("open_data", net, (x.float().numpy(), y.numpy()), validation=(x.float().numpy(), y.numpy()))
+    assert run.held_out is not None
+    assert (run.data.name, run.held_out.name) == ("data", "validation")
+    assert {batch.inputs.dtype for data in (run.data, run.held_out) for batch in data.batches("")} == {D}
+
+
+def test_the_problem_is_about_the_weights_that_a_method_selects(small: Any) -> None:
+    net, data = small
+    run = run_until("build_problem", net, data, method=lw.baselines.VariationalLastLayer())
+    assert run.problem.network.selection.names == ("2.weight", "2.bias")
+    assert run.problem.learn_prior
+
+
+def test_auto_chooses_a_method_with_a_reason(small: Any) -> None:
+    net, data = small
+    run = run_until("choose_method", net, data, method=lw.Auto())
+    assert isinstance(run.chosen, lw.Full)
+    assert run.why.startswith("Full: 101 weights")
+    assert run_until("choose_method", net, data).why == ""
+
+
+def test_validation_data_are_checked_before_the_pass(small: Any) -> None:
+    net, (x, y) = small
+    with pytest.raises(lw.errors.DataError, match="validation"):
+        run_until("check_validation", net, (x, y), validation=(x, y[:, :0]))
+
+
+def test_a_prior_that_a_method_needs_is_learned_beforehand_and_the_tuner_used_up(small: Any) -> None:
+    net, data = small
+    method, tuner = lw.baselines.VariationalLastLayer(), lw.tuners.MaximiseEvidence()
+    run = run_until("learn_needed_prior", net, data, method=method, tuner=tuner)
+    assert run.late_tuner is None
+    assert not run.problem.learn_prior
+    assert float(run.problem.prior.values) != 1.0
+    run = run_until("learn_needed_prior", net, data, tuner=tuner)
+    assert run.late_tuner is tuner
+    assert run.problem.learn_prior
+
+
+def test_the_pass_keeps_the_first_outputs_of_classes_without_validation_data(small: Any) -> None:
+    net, (x, y) = small
+    labels = (y > 0).long()[:, 0]
+    run = run_until("compute_posterior", net, (x, labels), likelihood="classification", prior=2.0)
+    assert run.first is not None
+    assert run.first.begun
+    kept = run.first.value()
+    assert_close(kept.f, net(x).detach())
+    assert torch.equal(kept.y[:, 0], labels.double())
+    run = run_until("compute_posterior", net, (x, labels), likelihood="classification", validation=(x, labels))
+    assert run.first is None
+
+
+def test_the_precision_is_learned_only_without_a_prior(small: Any) -> None:
+    net, data = small
+    assert float(run_until("tune", net, data, prior=2.0).posterior.problem.prior.values) == 2.0
+    learned = run_until("tune", net, data).posterior
+    assert float(learned.problem.prior.values) != 1.0
+    assert learned.trace.tuner == "MaximiseEvidence"
+
+
+def test_training_rows_as_validation_data_are_refused(small: Any) -> None:
+    net, data = small
+    with pytest.raises(lw.errors.DataError, match="training data"):
+        run_until("look_for_reused_rows", net, data, validation=data)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "Budget"),
+        ({"tuner": lw.tuners.MaximiseEvidence()}, "MaximiseEvidence"),
+        ({"prior": 2.0}, None),
+        ({"validation": True}, "Integrate"),
+    ],
+)
+def test_what_averages(small: Any, options: dict[str, Any], name: str | None) -> None:
+    net, (x, y) = small
+    if "validation" in options:
+        options = {"validation": (x[40:], y[40:])}
+    trace = run_until("average", net, (x[:40], y[:40]), **options).posterior.trace
+    assert (trace and trace.tuner) == name
+
+
+def test_findings_are_noted_last(small: Any) -> None:
+    net, (x, y) = small
+    loader = [(x[:30], y[:30]), (x[30:], y[30:])]
+
+    class Changing:
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            return iter(loader if self.passes < 3 else loader[:1])
+
+    run = run_until("note_findings", net, Changing(), tuner=lw.tuners.MaximiseEvidence())
+    assert any("a later pass over the data gave 30 rows" in finding for finding in run.posterior.trace.findings)
