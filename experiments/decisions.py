@@ -14,9 +14,8 @@ from experiments.decision_tasks import CLASSES, Simulated, simulated
 from experiments.detection import detected, posteriors, prepared
 from experiments.engine.contract import Record
 from experiments.options import Progress
-from lapwing.decisions.abstaining import tested
 from lapwing.decisions.conformal import class_scores, conformal_quantile, number_scale, row_shares
-from lapwing.decisions.strange import SCORES, Detector, scores_of
+from lapwing.decisions.thresholds import SCORES, Detector, score_inputs, threshold_tests
 from lapwing.demo.training import TrainingSettings
 from lapwing.errors import LapwingError
 
@@ -135,7 +134,7 @@ class Decisions:
         broken, answered, risks = 0, [], []
         for _ in range(self.draws):
             rows = torch.randint(len(doubt), (self._count(task),), generator=generator)
-            passed = [t for t in tested(doubt[rows], wrong[rows], 0.95) if t.bounds(self.risk)]
+            passed = [t for t in threshold_tests(doubt[rows], wrong[rows], 0.95) if t.bounds(self.risk)]
             kept = (
                 doubt < max(test.threshold for test in passed) if passed else torch.zeros_like(doubt, dtype=torch.bool)
             )
@@ -153,7 +152,7 @@ class Decisions:
         """Yield the rate of false alarms, over random splits of the pool."""
         count = self._count(task)
         for by in SCORES:
-            scores, generator, rates = scores_of(task.posterior, [task.x], by, None, False), torch.Generator(), []
+            scores, generator, rates = score_inputs(task.posterior, [task.x], by, None, False), torch.Generator(), []
             generator.manual_seed(3)
             for _ in range(self.draws):
                 order = torch.randperm(len(scores), generator=generator)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from lapwing.decisions.collecting import aligned, interval_text, write_json
-from lapwing.decisions.evaluation import PLAIN, Bootstrap, matters, plain_of, remarks, scored
+from lapwing.decisions.collecting import align_columns, interval_text, write_json
+from lapwing.decisions.evaluation import PLAIN, Bootstrap, matters, plain_of, remarks, score_posteriors
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.metrics import ScoreInterval
 from lapwing.networks.forward import outside_autocast
-from lapwing.posteriors.base import EffectiveParameters
+from lapwing.posteriors.base import EffectiveParameters, Posterior
+from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.runtime.settings import Rule, refuse_other_arguments
 from lapwing.runtime.state import State
 
@@ -228,7 +229,7 @@ class Evaluations:
             costs = (f"{row.seconds:.3g}", f"{row.weights:,}", stored)
             behind = (interval_text(row.behind), row.verdict)
             table.append((row.name, interval_text(row.scores["nll"]), *behind, *scores, *costs))
-        return "\n".join([title, *aligned(table), *(f"Note: {finding}" for finding in self.findings)])
+        return "\n".join([title, *align_columns(table), *(f"Note: {finding}" for finding in self.findings)])
 
     def to_json(self) -> dict[str, Any]:
         """Return all rows as plain values, which JSON holds."""
@@ -304,7 +305,7 @@ def evaluate(
         Rule("a posterior that fit() made", lambda v: isinstance(v, Fitted), DataError).check(f"{name!r}", fitted)
     compared = {name: (fitted, fitted.posterior) for name, fitted in posteriors.items()}
     plain = _plain_networks(posteriors)
-    found = scored({**compared, **plain}, data, level, target_key, progress)
+    found = score_posteriors({**compared, **plain}, data, level, target_key, progress)
     tasks = {name: each.scoring.task for name, each in found.items()}
     if len(set(tasks.values())) > 1:
         raise DataError(f"the posteriors predict different things: {tasks}; expected one task for all.")
@@ -333,7 +334,7 @@ def _behind(bootstrapped: Bootstrap, name: str, best: str) -> tuple[ScoreInterva
     return behind, "" if name == best else worse
 
 
-def _plain_networks(posteriors: Mapping[str, Fitted]) -> dict[str, tuple[Any, Any]]:
+def _plain_networks(posteriors: Mapping[str, Fitted]) -> dict[str, tuple[Fitted, Posterior]]:
     """Return the plain network of each model that has none among the posteriors, by name."""
     first: dict[int, str] = {}  # posterior of each model
     for name, fitted in posteriors.items():
@@ -346,11 +347,11 @@ def _plain_networks(posteriors: Mapping[str, Fitted]) -> dict[str, tuple[Any, An
     }  # fmt: skip
 
 
-def kind_of(posterior: Any) -> str:
+def kind_of(posterior: Posterior) -> str:
     """Return what a posterior without error bars from its weights is, in words; nothing if it has some."""
     if not posterior.has_spread:
         return PLAIN
-    if posterior is posterior.base or any(cell.scale for cell in posterior.cells):
+    if not isinstance(posterior, MixturePosterior) or any(cell.scale for cell in posterior.cells):
         return ""
     return f"{PLAIN} with {'refitted noise' if posterior.problem.likelihood.has_tails else 'a temperature'}"
 

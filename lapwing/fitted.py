@@ -38,10 +38,9 @@ from lapwing.values.functions import differentiable_beliefs, isolated
 from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, pixels
 
 if TYPE_CHECKING:
-    from lapwing.decisions.abstaining import Abstention
     from lapwing.decisions.conformal import ConformalIntervals, ConformalSets
     from lapwing.decisions.evaluation import Evaluation
-    from lapwing.decisions.strange import Detector
+    from lapwing.decisions.thresholds import Abstention, Detector
     from lapwing.modules import ClosedForm, Predicting
     from lapwing.report.page import Report
 
@@ -603,7 +602,7 @@ class Fitted:
         >>> rule.answers(x).answered.shape
         torch.Size([400])
         """
-        from lapwing.decisions.abstaining import abstention_of
+        from lapwing.decisions.thresholds import abstention_of
 
         return abstention_of(
             self, calibration, risk, confidence, by=by, tolerance=tolerance, target_key=target_key, progress=progress
@@ -656,7 +655,7 @@ class Fitted:
         >>> posterior.ood(x[1::2]).flags(torch.tensor([[0.0], [99.0]]))
         tensor([False,  True])
         """
-        from lapwing.decisions.strange import detector_of
+        from lapwing.decisions.thresholds import detector_of
 
         return detector_of(self, calibration, by=by, rate=rate, target_key=target_key, progress=progress)
 

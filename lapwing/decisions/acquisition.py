@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from lapwing.runtime.memory import working
 from lapwing.runtime.settings import NONE, Rule, integer, is_integer, one_of
 from lapwing.values.gaussian import FunctionGaussian
 
+if TYPE_CHECKING:
+    from lapwing.fitted import Fitted
+
 RULES = ("batch", "bald", "variance")
 COPIES = 4  # float64 matrices of the joint covariance, or of the drawn functions, that exist at once
 EXACT = 1000  # outputs of all candidates up to which their joint covariance is computed, by default
@@ -26,7 +29,7 @@ SAMPLES = integer(2) | Rule("zero", lambda v: is_integer(v) and v == 0) | NONE
 
 
 def choose_inputs(
-    posterior: Any, pool: Inputs, n: int, *, by: str, candidates: int, samples: int | None, target_key: str | None,
+    posterior: Fitted, pool: Inputs, n: int, *, by: str, candidates: int, samples: int | None, target_key: str | None,
     progress: bool | None,
 ) -> Tensor:  # fmt: skip
     """Return the numbers of the inputs to label; see ``Fitted.acquire``."""
@@ -57,7 +60,7 @@ def _refuse_fewer(count: int, n: int) -> None:
         raise DataError(f"the pool has {count} inputs; expected at least n={n}. Ask for fewer, or give more.")
 
 
-def _fitting(posterior: Any, samples: int | None) -> int:
+def _fitting(posterior: Fitted, samples: int | None) -> int:
     """Return how many inputs can be looked at together within the byte budget."""
     network = posterior.network
     numbers, outputs = working(network.device) // (8 * COPIES), network.output_shape[-1]
@@ -66,7 +69,7 @@ def _fitting(posterior: Any, samples: int | None) -> int:
     return max(1, numbers // ((samples or FUNCTIONS) * outputs))
 
 
-def _values(posterior: Any, batch: Inputs, by: str) -> Tensor:
+def _values(posterior: Fitted, batch: Inputs, by: str) -> Tensor:
     """Return how much the label of each input by itself would tell, (B,) in float64 on the CPU."""
     if by == "bald":
         information: Tensor = posterior.posterior.predict(batch).mutual_information
@@ -78,18 +81,19 @@ def _values(posterior: Any, batch: Inputs, by: str) -> Tensor:
     return (belief.variance.double() * weight).sum(-1).cpu()
 
 
-def root_of(posterior: Any, f: Tensor) -> Tensor:
+def root_of(posterior: Fitted, f: Tensor) -> Tensor:
     """Return R (B, C, K) in float64 with R Rᵀ the Fisher information of a target about the outputs f (B, C)."""
     likelihood, f = posterior.likelihood, f.double()
     certain = FunctionGaussian(f, f.new_zeros(*f.shape, f.shape[-1]))
     drawn = likelihood.predict(certain).sample(1, torch.Generator(f.device).manual_seed(0))[0]
-    if likelihood.ratios is not None:  # each output has its own noise
-        return torch.diag_embed(likelihood.noise_variance.to(f).rsqrt().expand(f.shape))
+    noise = likelihood.noise_variance
+    if likelihood.ratios is not None and noise is not None:  # each output has its own noise
+        return torch.diag_embed(noise.to(f).rsqrt().expand(f.shape))
     root: Tensor = likelihood.root(f, likelihood.targets(f, drawn))  # does not depend on the targets
     return root / likelihood.dispersion.to(root).sqrt()
 
 
-def _candidates(posterior: Any, batches: Iterable[Inputs], kept: int) -> tuple[Tensor, Inputs]:
+def _candidates(posterior: Fitted, batches: Iterable[Inputs], kept: int) -> tuple[Tensor, Inputs]:
     """Return the numbers (m,) of the inputs that tell most by themselves, and these inputs as one batch.
 
     No more than twice as many inputs are held at a time.
@@ -169,14 +173,14 @@ class DrawnCovariance:
         return torch.einsum("ks,mls->kml", self.features[number], self.features)
 
 
-def _by_covariance(posterior: Any, inputs: Inputs) -> Exact:
+def _by_covariance(posterior: Fitted, inputs: Inputs) -> Exact:
     belief = posterior.posterior(inputs, True)
     root = root_of(posterior, belief.mean)  # (m, C, k)
     joint = belief.cov.double().reshape(*root.shape[:2], *root.shape[:2])
     return Exact(torch.einsum("bkad,adl->bkal", torch.einsum("bck,bcad->bkad", root, joint), root))
 
 
-def _by_functions(posterior: Any, inputs: Inputs, samples: int | None) -> Information:
+def _by_functions(posterior: Fitted, inputs: Inputs, samples: int | None) -> Information:
     posterior.base.require(Posterior.function_samples, "function samples; give samples=0")
     generator = torch.Generator(posterior.network.device).manual_seed(0)
     try:

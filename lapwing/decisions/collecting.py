@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from lapwing.runtime.files import write_atomically
 from lapwing.runtime.settings import DATA, PATH, Rule, seen
 from lapwing.runtime.threads import shows_progress, warn_caller
 
+if TYPE_CHECKING:
+    from lapwing.fitted import Fitted
+
 
 def interval_text(each: ScoreInterval) -> str:
     """Return a score with its interval as text.
@@ -38,10 +41,10 @@ def interval_text(each: ScoreInterval) -> str:
     return f"{each.value:.4g} [{each.low:.3g}, {each.high:.3g}]"
 
 
-def aligned(table: Iterable[tuple[str, ...]]) -> list[str]:
+def align_columns(table: Iterable[tuple[str, ...]]) -> list[str]:
     """Return the rows of a table as lines: the first column on the left, the others on the right.
 
-    >>> aligned([("score", "value"), ("nll", "0.5")])
+    >>> align_columns([("score", "value"), ("nll", "0.5")])
     ['score  value', 'nll      0.5']
     """
     rows = list(table)
@@ -106,7 +109,11 @@ class RowGroups:
 
 
 def grouped_rows(
-    posterior: Any, data: Iterable[Any], number: Callable[[Any, Labelled, Numbers], Tensor], groups: Any, **keys: Any
+    posterior: Fitted,
+    data: Iterable[Any],
+    number: Callable[[Any, LabelledBatch, Numbers], Tensor],
+    groups: Any,
+    **keys: Any,
 ) -> tuple[Tensor, Tensor | None, Scoring[Any]]:
     """Return ``number(predictive, batch, groups)`` of all rows whose target counts, and the groups of these rows.
 
@@ -114,7 +121,7 @@ def grouped_rows(
     """
     members, count = RowGroups(groups), 0
 
-    def placed(predictive: Any, batch: Labelled) -> Tensor:
+    def placed(predictive: Any, batch: LabelledBatch) -> Tensor:
         nonlocal count
         values = number(predictive, batch, members.of(batch.inputs, len(batch.targets))).double().cpu()
         place = torch.arange(count, count + len(values), dtype=torch.float64)
@@ -142,7 +149,7 @@ SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True, eq=False)
-class Labelled:
+class LabelledBatch:
     """A batch with its targets as the likelihood takes them."""
 
     inputs: Inputs
@@ -150,7 +157,7 @@ class Labelled:
     known: Tensor  # whether each target counts, in the shape of the targets
 
 
-def labelled(posterior: Any, batch: Batch, name: str) -> Labelled:
+def label_batch(posterior: Fitted, batch: Batch, name: str) -> LabelledBatch:
     """Return a batch on the device of the posterior, with targets that fit its likelihood.
 
     Raises:
@@ -164,7 +171,7 @@ def labelled(posterior: Any, batch: Batch, name: str) -> Labelled:
             f"{name}: targets are probabilities of the classes, {seen(y)}; expected class numbers: a soft target is "
             "neither right nor wrong. Give the most probable classes, such as y.argmax(1)."
         )
-    return Labelled(batch.inputs, y, ~likelihood.ignored(y))
+    return LabelledBatch(batch.inputs, y, ~likelihood.ignored(y))
 
 
 def source_of(network: Network, data: Iterable[Any], name: str, target_key: str | None, progress: bool | None) -> Data:
@@ -179,7 +186,7 @@ def batches_of(network: Network, source: Data) -> Iterator[Batch]:
     return merge_batches(source.batches(source.name), network.joined)
 
 
-def refuse_reused(posterior: Any, data: RowSketch | None, name: str, of_inputs: bool = False) -> None:
+def refuse_reused(posterior: Fitted, data: RowSketch | None, name: str, of_inputs: bool = False) -> None:
     """Warn if some of the calibration data were used before, with their share; raise if all were.
 
     A decision records nothing, so that the same data may serve several decisions.
@@ -193,23 +200,23 @@ def refuse_reused(posterior: Any, data: RowSketch | None, name: str, of_inputs: 
         warn_caller(remark.text)
 
 
-def warn_reused(posterior: Any, data: RowSketch | None, name: str) -> None:
+def warn_reused(posterior: Fitted, data: RowSketch | None, name: str) -> None:
     """Warn if some of the data of a score were used before: it is not that of new data."""
     for remark in _remarks(posterior, data, name, "Scores of new data are worse than these."):
         warn_caller(remark.text)
 
 
 def _remarks(
-    posterior: Any, data: RowSketch | None, name: str, remedy: str, of_inputs: bool = False
+    posterior: Fitted, data: RowSketch | None, name: str, remedy: str, of_inputs: bool = False
 ) -> Iterator[Remark]:
     rows: KnownRows = getattr(posterior, "rows", KnownRows())  # a posterior of the user's own may have none
     return rows.remarks(data, name, remedy, of_inputs)
 
 
 def rows_of(
-    posterior: Any,
+    posterior: Fitted,
     data: Iterable[Any],
-    number: Callable[[Any, Labelled], Tensor],
+    number: Callable[[Any, LabelledBatch], Tensor],
     *,
     name: str = "calibration",
     target_key: str | None = None,
@@ -230,7 +237,7 @@ def rows_of(
     with torch.no_grad():
         source = source_of(posterior.network, data, name, target_key, progress)
         for batch in batches_of(posterior.network, source):
-            each = labelled(posterior, batch, name)
+            each = label_batch(posterior, batch, name)
             known = each.known.flatten(1).all(1) if each.known.ndim > 1 else each.known
             predictive = posterior.posterior.predict(each.inputs)
             scoring = predictive.scoring
@@ -246,7 +253,7 @@ def rows_of(
     return joined, scoring
 
 
-def input_batches(posterior: Any, x: Inputs, target_key: str | None, progress: bool | None) -> Iterator[Inputs]:
+def input_batches(posterior: Fitted, x: Inputs, target_key: str | None, progress: bool | None) -> Iterator[Inputs]:
     """Yield batches of inputs, from one batch or from a loader; targets are left out."""
     network = posterior.network
     x = as_tensors(x, network.arithmetic)

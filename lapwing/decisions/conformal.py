@@ -6,16 +6,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lapwing.data.inputs import Inputs
-from lapwing.decisions.collecting import Labelled, Numbers, RowGroups, group_numbers, grouped_rows, input_batches
+from lapwing.decisions.collecting import LabelledBatch, Numbers, RowGroups, group_numbers, grouped_rows, input_batches
 from lapwing.decisions.evaluation import warn_of_units
 from lapwing.errors import DataError, UnsupportedError
+from lapwing.predictives.base import LabelPredictive, NumberPredictive, Predictive
 from lapwing.runtime.settings import PROBABILITY, integer, one_of
+
+if TYPE_CHECKING:
+    from lapwing.fitted import Fitted
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +64,7 @@ class Coverage:
 class Calibrated(Protocol):
     """What sets and intervals share: quantiles of the scores, one for each group."""
 
-    posterior: Any
+    posterior: Fitted
     level: float
     score: str
     quantiles: Mapping[int | None, Tensor]  # by group; under None without groups
@@ -98,11 +102,15 @@ class Calibrated(Protocol):
         return self.quantiles[group]
 
     def covered(
-        self, data: Iterable[Any], groups: Any, inside: Callable[[Any, Labelled, Tensor], Tensor], keys: dict[str, Any]
+        self,
+        data: Iterable[Any],
+        groups: Any,
+        inside: Callable[[Any, LabelledBatch, Tensor], Tensor],
+        keys: dict[str, Any],
     ) -> Coverage:
         """Return the coverage, from ``inside``: whether each target is in, and the sizes, (B, 2), given the limits."""
 
-        def number(predictive: Any, batch: Labelled, members: Numbers) -> Tensor:
+        def number(predictive: Any, batch: LabelledBatch, members: Numbers) -> Tensor:
             return inside(predictive, batch, self.limits(members, len(batch.targets)))
 
         given = self.groups if groups is None and callable(self.groups) else groups
@@ -127,7 +135,7 @@ class ConformalSets(Calibrated):
         seed: Of the uniform numbers of "adaptive".
     """
 
-    posterior: Any
+    posterior: Fitted
     level: float
     score: str
     quantiles: Mapping[int | None, Tensor]
@@ -144,7 +152,7 @@ class ConformalSets(Calibrated):
         """
         return PredictionSets(torch.cat([self._members(*each) for each in self.predicted(x, groups)]))
 
-    def _members(self, predictive: Any, limits: Tensor) -> Tensor:
+    def _members(self, predictive: LabelPredictive, limits: Tensor) -> Tensor:
         probs = predictive.class_probs
         scores = class_scores(self.score, probs, row_shares(probs, self.seed))
         return scores <= limits.to(scores)
@@ -158,7 +166,7 @@ class ConformalSets(Calibrated):
         function.
         """
 
-        def inside(predictive: Any, batch: Labelled, limits: Tensor) -> Tensor:
+        def inside(predictive: LabelPredictive, batch: LabelledBatch, limits: Tensor) -> Tensor:
             members = self._members(predictive, limits)
             return torch.cat([members.gather(1, safe_labels(batch, members)), members.sum(1, keepdim=True)], 1)
 
@@ -181,7 +189,7 @@ class ConformalIntervals(Calibrated):
         groups: The function or numbers that were given, or None.
     """
 
-    posterior: Any
+    posterior: Fitted
     level: float
     score: str
     quantiles: Mapping[int | None, Tensor]
@@ -198,7 +206,7 @@ class ConformalIntervals(Calibrated):
         ends = [self._ends(*each) for each in self.predicted(x, groups)]
         return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
 
-    def _ends(self, predictive: Any, limits: Tensor) -> tuple[Tensor, Tensor]:
+    def _ends(self, predictive: NumberPredictive, limits: Tensor) -> tuple[Tensor, Tensor]:
         mean = predictive.mean
         half = limits.to(mean) * number_scale(self.score, predictive)
         return mean - half, mean + half
@@ -212,7 +220,7 @@ class ConformalIntervals(Calibrated):
         function.
         """
 
-        def inside(predictive: Any, batch: Labelled, limits: Tensor) -> Tensor:
+        def inside(predictive: NumberPredictive, batch: LabelledBatch, limits: Tensor) -> Tensor:
             low, high = self._ends(predictive, limits)
             y = batch.targets.to(low).reshape(low.shape)
             return torch.stack([((low <= y) & (y <= high)).double().mean(1), (high - low).double().mean(1)], 1)
@@ -224,15 +232,15 @@ class ConformalIntervals(Calibrated):
 
 
 def conformal_of(
-    posterior: Any, calibration: Iterable[Any], level: float, *, score: str | None, groups: Any,
+    posterior: Fitted, calibration: Iterable[Any], level: float, *, score: str | None, groups: Any,
     target_key: str | None, progress: bool | None, seed: int,
 ) -> ConformalSets | ConformalIntervals:  # fmt: skip
     """Return calibrated sets or intervals; see ``Fitted.conformal``."""
     PROBABILITY.check("level", level)
     integer(0).check("seed", seed)
 
-    def number(predictive: Any, batch: Labelled, members: Numbers) -> Tensor:
-        chosen = _chosen(predictive, score)
+    def number(predictive: Any, batch: LabelledBatch, members: Numbers) -> Tensor:
+        chosen = _fitting_score(predictive, score)
         if chosen in ("adaptive", "threshold"):
             probs = predictive.class_probs
             each = class_scores(chosen, probs, row_shares(probs, seed)).double()
@@ -258,7 +266,7 @@ def conformal_of(
     return ConformalIntervals(posterior, level, chosen, quantiles, len(rows), groups)
 
 
-def _chosen(predictive: Any, score: str | None) -> str:
+def _fitting_score(predictive: Predictive, score: str | None) -> str:
     """Return the score; raise if it does not fit the predictive."""
     fitting = predictive.scoring.conformal
     if score is None:
@@ -267,7 +275,7 @@ def _chosen(predictive: Any, score: str | None) -> str:
     return score
 
 
-def safe_labels(batch: Labelled, like: Tensor) -> Tensor:
+def safe_labels(batch: LabelledBatch, like: Tensor) -> Tensor:
     """Return the labels of a batch as columns (B, 1), on the device of a tensor; zero for those that are ignored."""
     safe = batch.targets.masked_fill(~batch.known, 0)
     return safe.reshape(len(safe), 1).long().to(like.device)
@@ -327,7 +335,6 @@ def row_shares(probs: Tensor, seed: int) -> Tensor:
     return (high.double() / 2**53).unsqueeze(1)
 
 
-def number_scale(score: str, predictive: Any) -> Tensor:
+def number_scale(score: str, predictive: NumberPredictive) -> Tensor:
     """Return what errors are divided by, in the shape of the mean."""
-    scale: Tensor = predictive.std if score == "scaled" else torch.ones_like(predictive.mean)
-    return scale
+    return predictive.std if score == "scaled" else torch.ones_like(predictive.mean)

@@ -8,23 +8,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lapwing.data.inputs import Batch
 from lapwing.decisions.collecting import (
-    aligned,
+    align_columns,
     batches_of,
     interval_text,
-    labelled,
+    label_batch,
     source_of,
     warn_reused,
     write_json,
 )
 from lapwing.errors import DataError
 from lapwing.metrics import Calibration, RiskCoverage, ScoreInterval, calibration, risk_coverage
+from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.members import PointPosterior
 from lapwing.predictives.scores import LEVELS, ClassSums, Numbers, Score, Scoring
 from lapwing.runtime.memory import fitting
@@ -32,8 +33,11 @@ from lapwing.runtime.settings import GENERATOR, PROBABILITY, integer
 from lapwing.runtime.threads import independent_generator, warn_caller
 from lapwing.values.arrays import resampled_weights
 
+if TYPE_CHECKING:
+    from lapwing.fitted import Fitted
 
-def plain_of(posterior: Any) -> PointPosterior:
+
+def plain_of(posterior: Fitted) -> PointPosterior:
     """Return the plain network: the outputs as they are, under the likelihood of the posterior with its noise."""
     base = posterior.base.plain()
     network = base.problem.network
@@ -102,8 +106,8 @@ class Scored:
     classes: ClassTotals | None = None  # of labels
 
 
-def scored(
-    posteriors: Mapping[str, tuple[Any, Any]], data: Iterable[Any], level: float, target_key: str | None,
+def score_posteriors(
+    posteriors: Mapping[str, tuple[Fitted, Posterior]], data: Iterable[Any], level: float, target_key: str | None,
     progress: bool | None,
 ) -> dict[str, Scored]:  # fmt: skip
     """Return the numbers of all data under several posteriors, from one pass over the data.
@@ -142,8 +146,8 @@ class _EvaluationRows:
         self._gaps: list[Tensor] = []
         self._data: list[Tensor] = []
 
-    def add(self, fitted: Any, predicts: Any, batch: Batch, level: float) -> None:
-        each = labelled(fitted, batch, "data")
+    def add(self, fitted: Fitted, predicts: Posterior, batch: Batch, level: float) -> None:
+        each = label_batch(fitted, batch, "data")
         start = time.perf_counter()
         predictive = predicts.predict(each.inputs)
         self._scoring = predictive.scoring
@@ -238,7 +242,7 @@ APART = 10.0  # times what the outputs vary: a network that interpolates has sma
 LEAST = 20  # data of an output below which its variance says little
 
 
-def training_residuals(posterior: Any) -> Tensor | None:
+def training_residuals(posterior: Fitted) -> Tensor | None:
     """Return the mean squared residual of each output on the training data, (C,); None without Gaussian noise.
 
     It follows from the loss that every posterior keeps, also in its file, and not from the noise, which may be given.
@@ -254,7 +258,7 @@ def training_residuals(posterior: Any) -> Tensor | None:
     return (mean * ratios).expand(statistics.outputs)
 
 
-def units_finding(posterior: Any, mean: Tensor, error: Tensor, name: str) -> str:
+def units_finding(posterior: Fitted, mean: Tensor, error: Tensor, name: str) -> str:
     """Return a sentence if targets seem to be in other units than the outputs of the network; nothing otherwise.
 
     Residuals are far larger than those of the training data, and than all that the outputs vary; or targets are far
@@ -286,7 +290,7 @@ def units_finding(posterior: Any, mean: Tensor, error: Tensor, name: str) -> str
     )
 
 
-def warn_of_units(posterior: Any, mean: Tensor, error: Tensor, name: str) -> tuple[str, ...]:
+def warn_of_units(posterior: Fitted, mean: Tensor, error: Tensor, name: str) -> tuple[str, ...]:
     """Warn if targets seem to be in other units, and return the sentence, if there is one; see ``units_finding``."""
     finding = units_finding(posterior, mean, error, name)
     if finding:
@@ -419,12 +423,14 @@ class Evaluation:
             cells = (interval_text(each) for each in (row.posterior, row.plain, row.difference))
             name = f"{row.name} ({100 * row.target:g} %)" if row.target is not None else row.name
             table.append((name, *cells, row.verdict))
-        return "\n".join([title, *aligned(table), *self._frequencies(), *(f"Note: {each}" for each in self.findings)])
+        return "\n".join(
+            [title, *align_columns(table), *self._frequencies(), *(f"Note: {each}" for each in self.findings)]
+        )
 
     @property
     def shown_classes(self) -> tuple[ClassFrequency, ...]:
         """The classes that are printed: all if they are few, otherwise those whose mean is farthest off."""
-        return self.classes if self.class_count <= FEW else farthest(self.classes, SHOWN)
+        return self.classes if self.class_count <= FEW else farthest_classes(self.classes, SHOWN)
 
     def _frequencies(self) -> list[str]:
         """Return lines that compare mean probabilities with frequencies."""
@@ -437,7 +443,7 @@ class Evaluation:
             numbers = (f"{value:.4g}" for value in (row.frequency, row.probability, row.plain))
             table.append((number, *numbers, interval_text(row.gap), row.verdict))
         some = "" if len(table) > self.class_count else f", the {SHOWN} farthest off of {self.class_count:,}"
-        return [f"mean probability and frequency{some}", *aligned(table)]
+        return [f"mean probability and frequency{some}", *align_columns(table)]
 
     @cached_property
     def reliability(self) -> dict[str, Calibration]:
@@ -516,24 +522,24 @@ class Evaluation:
 
 
 def evaluation_of(
-    posterior: Any, data: Iterable[Any], *, level: float, confidence: float, resamples: int, target_key: str | None,
+    posterior: Fitted, data: Iterable[Any], *, level: float, confidence: float, resamples: int, target_key: str | None,
     progress: bool | None, generator: torch.Generator | None,
 ) -> Evaluation:  # fmt: skip
     """Return the scores of a posterior beside the plain network's; see ``Fitted.evaluate``."""
     plain = plain_of(posterior)
-    found = scored({"posterior": (posterior, posterior.posterior), PLAIN: (posterior, plain)}, data, level, target_key,
-                   progress)  # fmt: skip
+    pairs = {"posterior": (posterior, posterior.posterior), PLAIN: (posterior, plain)}
+    found = score_posteriors(pairs, data, level, target_key, progress)
     bootstrapped = Bootstrap.of(found, level, confidence, resamples, generator)
     own, base = found["posterior"], found[PLAIN]
     return Evaluation(
-        own.scoring.task, own.data.inputs, len(own.data.values), compared(bootstrapped, "posterior", PLAIN),
+        own.scoring.task, own.data.inputs, len(own.data.values), compare_scores(bootstrapped, "posterior", PLAIN),
         level, confidence, own.seconds, base.seconds, own.scoring.columns, own.data.values, base.data.values,
         frequencies(own.classes, base.classes, confidence), remarks(posterior, own),
         0 if own.classes is None else len(own.classes.data),
     )  # fmt: skip
 
 
-def remarks(posterior: Any, scored: Scored) -> tuple[str, ...]:
+def remarks(posterior: Fitted, scored: Scored) -> tuple[str, ...]:
     """Warn if targets seem to be in other units than the predictions, and return the sentence, if there is one."""
     columns = scored.scoring.columns
     if "mean" not in columns:
@@ -561,16 +567,16 @@ def frequencies(
         for i, (frequency, own_mean, plain_mean, gap, width, error, counts) in enumerate(zip(*columns, strict=True))
         if counts
     ]
-    return tuple(sorted(farthest(rows, KEPT), key=lambda row: row.number))
+    return tuple(sorted(farthest_classes(rows, KEPT), key=lambda row: row.number))
 
 
-def farthest(rows: Iterable[ClassFrequency], most: int) -> tuple[ClassFrequency, ...]:
+def farthest_classes(rows: Iterable[ClassFrequency], most: int) -> tuple[ClassFrequency, ...]:
     """Return the classes whose mean probability is farthest from the frequency, beyond chance, the worst first."""
     half = lambda row: max(row.gap.high - row.gap.value, 1e-300)
     return tuple(sorted(rows, key=lambda row: abs(row.gap.value) / half(row), reverse=True)[:most])
 
 
-def compared(bootstrapped: Bootstrap, name: str, other: str) -> tuple[Compared, ...]:
+def compare_scores(bootstrapped: Bootstrap, name: str, other: str) -> tuple[Compared, ...]:
     """Return every score of a posterior beside that of another one, with the paired difference."""
     own, base = bootstrapped.intervals(name), bootstrapped.intervals(other)
     rows = []

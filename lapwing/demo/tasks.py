@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing import metrics
-from lapwing.decisions.strange import default_score, scores_of
+from lapwing.decisions.thresholds import default_score, score_inputs
 from lapwing.demo.result import ExperimentReport, Result, Row, mean_scores, plain, save
 from lapwing.demo.training import (
     PLAIN,
@@ -107,7 +107,7 @@ def _label_scores(posterior: lw.Fitted, predictive: Any, x: Tensor, y: Tensor, s
         "NLL": -float(predictive.log_prob(y).mean()),
         "ECE": metrics.ece(predictive.probs, y),
         "accuracy": metrics.accuracy(predictive.probs, y),
-        "AUROC": metrics.auroc(*(scores_of(posterior, each, by, None, False) for each in (x, strange))),
+        "AUROC": metrics.auroc(*(score_inputs(posterior, each, by, None, False) for each in (x, strange))),
     }
 
 

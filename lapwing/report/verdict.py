@@ -10,14 +10,19 @@ import base64
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lapwing.decisions.collecting import batches_of, labelled, source_of
+from lapwing.decisions.collecting import LabelledBatch, batches_of, label_batch, source_of
+from lapwing.decisions.evaluation import ClassFrequency, Evaluation
 from lapwing.metrics import calibration
 from lapwing.plots import AnswerProbabilities, Residuals, normal_half_width, observed_coverage, separate, wilson
+from lapwing.predictives.base import LabelPredictive, NumberPredictive, Predictive
+
+if TYPE_CHECKING:
+    from lapwing.fitted import Fitted
 
 CLOSE = 0.02  # error of probabilities and coverages that is small whatever the number of data
 STANDARD_ERRORS = 4.0  # of the mean probability of a class: that chance does so to one of 100 has a probability of .006
@@ -50,7 +55,7 @@ class Verdict:
     answers: tuple[Answer, ...]
 
 
-def verdict_of(evaluation: Any, has_spread: bool = True) -> Verdict:
+def verdict_of(evaluation: Evaluation, has_spread: bool = True) -> Verdict:
     """Return the verdict that follows from an evaluation of a posterior beside the plain network.
 
     Args:
@@ -63,14 +68,14 @@ def verdict_of(evaluation: Any, has_spread: bool = True) -> Verdict:
     calibrated = _intervals(evaluation, found) if real else _probabilities(evaluation, found)
     better = _better(evaluation, has_spread)
     trust = _doubtful_numbers(found) if real else _doubtful_labels(found)
-    few = f" Only {counted(inputs)} scored, so that little can be told." if inputs < FEW else ""
+    few = f" Only {say_inputs(inputs)} scored, so that little can be told." if inputs < FEW else ""
     first = f"The error bars {calibrated.short}" if real else f"The probabilities {calibrated.short}"
     also = "but" if {calibrated.mark, better.mark} == {"good", "bad"} else "and"
     sentences = f"{first}, {also} the predictions {better.short}. {trust.short}{few}"
     return Verdict(sentences, (calibrated, better, trust))
 
 
-def _probabilities(evaluation: Any, found: AnswerProbabilities) -> Answer:
+def _probabilities(evaluation: Evaluation, found: AnswerProbabilities) -> Answer:
     """Return whether stated probabilities agree with how often they come true, and the mean of each class too."""
     inputs = evaluation.inputs
     error, likely = calibration_error(found), calibration_error_by_chance(found)
@@ -115,7 +120,7 @@ def _probabilities(evaluation: Any, found: AnswerProbabilities) -> Answer:
     return Answer(question, "No", "bad", short, numbers, rule)
 
 
-def _biased_class(evaluation: Any) -> Any:
+def _biased_class(evaluation: Evaluation) -> ClassFrequency | None:
     """Return the class whose mean probability is farthest from its frequency, if it is clearly off; otherwise None."""
     least = lambda row: max(CLOSE, STANDARD_ERRORS * row.gap.std)
     off = [row for row in evaluation.classes if row.verdict and abs(row.gap.value) > least(row)]
@@ -152,7 +157,7 @@ def calibration_error_by_chance(found: AnswerProbabilities) -> float:
     return float((sums.abs().sum(1) / count).quantile(CHANCE))
 
 
-def _intervals(evaluation: Any, found: Residuals) -> Answer:
+def _intervals(evaluation: Evaluation, found: Residuals) -> Answer:
     """Return whether intervals hold as many targets as they should, at the level and at 50 %."""
     count = evaluation.inputs  # outputs of one input may depend on each other
     shares = {evaluation.level: evaluation["coverage"].posterior.value}
@@ -185,15 +190,15 @@ def _intervals(evaluation: Any, found: Residuals) -> Answer:
     return Answer(question, "No", "bad", f"are too {width} ({says})", numbers, rule)
 
 
-def _better(evaluation: Any, has_spread: bool) -> Answer:
+def _better(evaluation: Evaluation, has_spread: bool) -> Answer:
     """Return whether the posterior predicts better than the plain network, by its likelihood of the targets."""
     row, question = evaluation["nll"], "Is it better than the plain network?"
     confidence = percent(evaluation.confidence)
     apart = row.difference
     numbers = (
         f"The negative log-likelihood of an input is {row.posterior.value:.4g}; that of the plain network is "
-        f"{row.plain.value:.4g}. The difference is {signed(apart.value)} [{signed(apart.low)}, {signed(apart.high)}]; "
-        "lower is better."
+        f"{row.plain.value:.4g}. The difference is {with_sign(apart.value)} [{with_sign(apart.low)}, "
+        f"{with_sign(apart.high)}]; lower is better."
     )
     rule = (
         f"Better or worse if the {confidence} bootstrap interval of the difference in log-likelihood, of the same "
@@ -213,7 +218,7 @@ def _better(evaluation: Any, has_spread: bool) -> Answer:
 
 def _doubtful_labels(found: AnswerProbabilities) -> Answer:
     """Return where answers are often wrong: at the inputs with the lowest confidence."""
-    worst, rest, limit = _parted(found.uncertainty)
+    worst, rest, limit = _split_by_uncertainty(found.uncertainty)
     wrong = found.wrong
     (a, b), (c, d) = (wilson(float(wrong[rows].mean()), len(rows)) for rows in (worst, rest))
     first, second = float(wrong[worst].mean()), float(wrong[rest].mean())
@@ -234,7 +239,7 @@ def _doubtful_labels(found: AnswerProbabilities) -> Answer:
 
 def _doubtful_numbers(found: Residuals) -> Answer:
     """Return where errors are large: at the inputs with the widest intervals."""
-    worst, rest, limit = _parted(found.std)
+    worst, rest, limit = _split_by_uncertainty(found.std)
     squares = found.error.square()
     first, second = (float(squares[rows].mean().sqrt()) for rows in (worst, rest))
     spread = lambda rows: float(squares[rows].std(correction=0)) / max(1, len(rows)) ** 0.5
@@ -260,17 +265,17 @@ def _doubt(numbers: str, short: str, apart: bool, what: str) -> Answer:
     return Answer(question, "Cannot be told", "unclear", short, numbers, rule)
 
 
-def _parted(uncertainty: Tensor) -> tuple[Tensor, Tensor, float]:
+def _split_by_uncertainty(uncertainty: Tensor) -> tuple[Tensor, Tensor, float]:
     """Return the rows of the most uncertain tenth, those of the others, and the least uncertainty of the former."""
     order = uncertainty.argsort(descending=True, stable=True)
     count = min(len(order) - 1, max(1, round(DOUBTFUL * len(order)))) if len(order) > 1 else 1
     return order[:count], order[count:] if len(order) > 1 else order, float(uncertainty[order[count - 1]])
 
 
-def counted(inputs: int) -> str:
+def say_inputs(inputs: int) -> str:
     """Return how many inputs there were, with the verb.
 
-    >>> counted(1), counted(30)
+    >>> say_inputs(1), say_inputs(30)
     ('1 input was', '30 inputs were')
     """
     return "1 input was" if inputs == 1 else f"{inputs} inputs were"
@@ -296,10 +301,10 @@ def points(value: float) -> str:
     return f"{100 * value:.2g} percentage points"
 
 
-def signed(value: float) -> str:
+def with_sign(value: float) -> str:
     """Return a number with its sign.
 
-    >>> signed(-0.123456), signed(2.0), signed(0.0)
+    >>> with_sign(-0.123456), with_sign(2.0), with_sign(0.0)
     ('−0.123', '+2', '0')
     """
     return f"{value:+.3g}".replace("-", "−") if value else "0"
@@ -324,7 +329,7 @@ class UncertainInput:
 
 
 @dataclass(frozen=True, eq=False)
-class Looked:
+class UncertainInputs:
     """The most uncertain of the first inputs."""
 
     rows: tuple[UncertainInput, ...]
@@ -334,7 +339,9 @@ class Looked:
     line: tuple[Tensor, Tensor] | None  # inputs and targets, if inputs are one number each
 
 
-def look(posterior: Any, data: Iterable[Any], target_key: str | None, progress: bool | None) -> Looked:
+def find_uncertain_inputs(
+    posterior: Fitted, data: Iterable[Any], target_key: str | None, progress: bool | None
+) -> UncertainInputs:
     """Return the most uncertain of the first 2,000 inputs. Cost: their predictions."""
     rows: list[UncertainInput] = []
     line: list[tuple[Tensor, Tensor]] = []
@@ -342,7 +349,7 @@ def look(posterior: Any, data: Iterable[Any], target_key: str | None, progress: 
     with torch.no_grad():
         source = source_of(posterior.network, data, "data", target_key, progress)
         for batch in batches_of(posterior.network, source):
-            each = labelled(posterior, batch, "data")
+            each = label_batch(posterior, batch, "data")
             predictive = posterior.posterior.predict(each.inputs)
             measure, column, uncertainty = _uncertainty(predictive)
             if _is_number(each.inputs):
@@ -354,41 +361,43 @@ def look(posterior: Any, data: Iterable[Any], target_key: str | None, progress: 
             if count >= LOOKED:
                 break
     joined = (torch.cat([x for x, _ in line]), torch.cat([y for _, y in line])) if line else None
-    return Looked(tuple(rows), count, measure, column, joined)
+    return UncertainInputs(tuple(rows), count, measure, column, joined)
 
 
 def _is_number(inputs: Any) -> bool:
     return isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.shape[1:].numel() == 1
 
 
-def _uncertainty(predictive: Any) -> tuple[str, str, Tensor]:
+def _uncertainty(predictive: LabelPredictive | NumberPredictive) -> tuple[str, str, Tensor]:
     """Return what uncertainty is, in words and in one word, and that of each input (B,): a mean over its outputs."""
-    if hasattr(predictive, "probs"):
+    if isinstance(predictive, LabelPredictive):
         each = predictive.entropy.double().cpu().reshape(len(predictive.probs), -1).mean(1)
         return "entropy in nats", "entropy", each
     return "standard deviation", "std", predictive.std.double().cpu().flatten(1).mean(1)
 
 
-def _row(batch: Any, predictive: Any, row: int, number: int, uncertainty: float) -> UncertainInput:
+def _row(batch: LabelledBatch, predictive: Predictive, row: int, number: int, uncertainty: float) -> UncertainInput:
     x = batch.inputs[row].detach().cpu() if isinstance(batch.inputs, Tensor) else None
     image = _image(x) if x is not None and x.ndim == 3 else ""
-    shown = "" if x is None or image else _listed(x.flatten())
+    shown = "" if x is None or image else _describe_values(x.flatten())
     target = batch.targets[row].detach().cpu().flatten()
-    return UncertainInput(number, shown, image, _predicted(predictive, row), uncertainty, _listed(target))
+    return UncertainInput(
+        number, shown, image, _describe_prediction(predictive, row), uncertainty, _describe_values(target)
+    )
 
 
-def _listed(values: Tensor) -> str:
+def _describe_values(values: Tensor) -> str:
     """Return the first numbers as text, and how many there are if there are more."""
     more = f", … ({len(values):,})" if len(values) > VALUES else ""
     return ", ".join(f"{value:.3g}" for value in values[:VALUES].tolist()).replace("-", "−") + more
 
 
-def _predicted(predictive: Any, row: int) -> str:
+def _describe_prediction(predictive: Predictive, row: int) -> str:
     """Return a prediction in a few words; nothing for tokens and pixels."""
     mean = predictive.mean[row].detach().cpu()
     if mean.ndim != 1:
         return ""
-    if predictive.scoring.task == "numbers":
+    if isinstance(predictive, NumberPredictive):
         pairs = zip(mean[:VALUES].tolist(), predictive.std[row][:VALUES].tolist())
         text = ", ".join(f"{value:.3g} ± {std:.2g}".replace("-", "−") for value, std in pairs)
         return text + (", …" if len(mean) > VALUES else "")

@@ -14,7 +14,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.errors import DataError, FileError, UnsupportedError
-from lapwing.report import pictures
+from lapwing.report import page
 from lapwing.report.page import Report
 
 TITLE = "Digits </script><b>&amp; $more$"
@@ -168,7 +168,7 @@ def segmentation(x: torch.Tensor) -> tuple[nn.Module, lw.Categorical, torch.Tens
 
 @pytest.mark.parametrize("task", [counts, multilabel, heteroscedastic, several_outputs, segmentation])
 def test_every_task_has_a_page(task: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "inline_svg", lambda name, ax, alt: f'<svg role="img" id="{name}"></svg>')
+    monkeypatch.setattr(page, "inline_svg", lambda name, ax, alt: f'<svg role="img" id="{name}"></svg>')
     x = torch.randn(60, 2)
     net, likelihood, y = task(x)  # type: ignore[operator]
     fitted = lw.fit(net, [(x[:40], y[:40])], likelihood, prior=1.0)
@@ -184,7 +184,7 @@ def test_every_task_has_a_page(task: object, tmp_path: Path, monkeypatch: pytest
 def test_a_band_is_drawn_over_one_input_and_missing_parts_have_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pictures, "inline_svg", lambda name, ax, alt: f'<svg role="img" id="{name}"></svg>')
+    monkeypatch.setattr(page, "inline_svg", lambda name, ax, alt: f'<svg role="img" id="{name}"></svg>')
     x = torch.linspace(-1, 1, 30).unsqueeze(1)
     fitted = lw.fit(nn.Linear(1, 1), [(x, x.sin())], "regression", method=lw.baselines.MapOnly())
     report = fitted.report([(x, x.sin())], tmp_path / "page.html", resamples=20)

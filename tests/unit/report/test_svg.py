@@ -8,7 +8,7 @@ from functools import cache
 import matplotlib
 
 from lapwing.plots import COLOURS, INK, new_axis
-from lapwing.report.pictures import inline_svg
+from lapwing.report.page import inline_svg
 
 
 @cache
