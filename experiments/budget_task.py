@@ -63,7 +63,7 @@ class Task:
             tuner=lw.tuners.MaximiseEvidence(noise=True), progress=False,
         )  # fmt: skip
         seconds = time.process_time() - start
-        return cls(x, y, *table.standardised(table.x_test, table.y_test), exact, seconds)
+        return cls(x, y, *table.standardise(table.x_test, table.y_test), exact, seconds)
 
     @cached_property
     def noise(self) -> Tensor:

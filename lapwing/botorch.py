@@ -318,7 +318,7 @@ def surrogate(
     x, y = scaling(X.double()), standard(Y.double())[0]
     standard.eval()
     best = candidate(x, y, noise_std, generator)
-    network = trained(best, x, y, noise_std)
+    network = closed_form_network(best, x, y, noise_std)
     posterior = fit(
         network, [(x, y)], Gaussian(noise_std=noise_std), method=KernelSpace(), weights=last_layer,
         prior=1 / best.variance, progress=False,
@@ -352,7 +352,7 @@ def features(x: Tensor, frequencies: Tensor) -> Tensor:
     return Waves()(x @ frequencies.mT)
 
 
-def trained(chosen: FrequencyDraw, x: Tensor, y: Tensor, noise_std: float) -> nn.Module:
+def closed_form_network(chosen: FrequencyDraw, x: Tensor, y: Tensor, noise_std: float) -> nn.Module:
     """Return the network whose linear layer is at the optimum of its regularised loss, in closed form."""
     phi, units = features(x, chosen.frequencies), len(chosen.frequencies)
     noise = noise_std**2 / chosen.variance * torch.eye(len(x), dtype=x.dtype, device=x.device)

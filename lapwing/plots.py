@@ -75,10 +75,10 @@ def new_figure(
     return figure, axes
 
 
-def styled(predictions: Any) -> list[tuple[str, Any, dict[str, Any]]]:
+def with_styles(predictions: Any) -> list[tuple[str, Any, dict[str, Any]]]:
     """Return name, prediction and the style of its line, for one prediction or for a mapping of names to several.
 
-    >>> [(name, style["color"]) for name, _, style in styled({"plain": 1, "Lapwing": 2})]
+    >>> [(name, style["color"]) for name, _, style in with_styles({"plain": 1, "Lapwing": 2})]
     [('plain', '#d55e00'), ('Lapwing', '#0072b2')]
     """
     if not isinstance(predictions, Mapping):
@@ -106,10 +106,10 @@ def add_legend(ax: Any, **settings: Any) -> None:
         ax.legend(frameon=False, fontsize=9, **settings)
 
 
-def thinned(length: int, most: int = 200) -> list[int]:
+def thin_rows(length: int, most: int = 200) -> list[int]:
     """Return at most about ``most`` of the row numbers 0..length-1, evenly, the first and the last among them.
 
-    >>> thinned(4), thinned(100, 3)
+    >>> thin_rows(4), thin_rows(100, 3)
     ([0, 1, 2, 3], [0, 50, 99])
     """
     if length <= most:
@@ -557,15 +557,15 @@ def effective_parameters(result: Any, *, ax: Any = None) -> Any:
         )
         ax.annotate(text, (shares[i], i), **right, va="center", fontsize=9, color=INK)
     ax.set_xticks([0, 0.25, 0.5, 0.75, 1])
-    ax.set_yticks(range(len(names)), [plain_text(shortened(name)) for name in names])
+    ax.set_yticks(range(len(names)), [plain_text(shorten(name)) for name in names])
     ax.set(xlim=(0, 1.4), xlabel="share determined by the data")
     return ax
 
 
-def shortened(name: str, most: int = 18) -> str:
+def shorten(name: str, most: int = 18) -> str:
     """Return the name, or its end if it is long.
 
-    >>> shortened(""), shortened("encoder.layers.11.attention.query")
+    >>> shorten(""), shorten("encoder.layers.11.attention.query")
     ('(top)', '….attention.query')
     """
     if len(name) <= most:
@@ -715,7 +715,7 @@ def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Any = Non
     """
     ax, of_classes, top = new_axis(ax), True, 0.0
     ax.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=(0, (1, 2)), label="ideal")
-    for name, each, style in styled(separate(prediction)):
+    for name, each, style in with_styles(separate(prediction)):
         found = answers(each, y)
         of_classes = found.of_classes
         points = reliability_points(found, bins)
@@ -756,7 +756,7 @@ def intervals(prediction: Any, y: Any = None, *, ax: Any = None) -> Any:
     >>> intervals(posterior.predict(x), x.sin()).get_xlabel()
     'probability of the interval'
     """
-    drawn = styled(separate(prediction))
+    drawn = with_styles(separate(prediction))
     each = [(name, observed_coverage(one, y), style) for name, one, style in drawn]
     ax, count = new_axis(ax), count_of(drawn[0][1])
     half = [normal_half_width(BAND_LEVEL) * (level * (1 - level) / count) ** 0.5 for level in (0, *LEVELS, 1)]
@@ -792,9 +792,9 @@ def risk_coverage(prediction: Any, y: Any = None, *, ax: Any = None) -> Any:
     'share of inputs that are answered'
     """
     ax, top, words = new_axis(ax), 0.0, "mean loss"
-    for name, each, style in styled(separate(prediction)):
+    for name, each, style in with_styles(separate(prediction)):
         curve = each if isinstance(each, RiskCoverage) else risk_of(each, y)
-        rows = thinned(len(curve.risk))
+        rows = thin_rows(len(curve.risk))
         coverage, risk = curve.coverage[rows].tolist(), curve.risk[rows].tolist()
         ax.plot(coverage, risk, **{**style, "marker": None}, linewidth=1.6, label=name or None)
         top = max(top, *risk)

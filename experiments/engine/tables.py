@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from experiments.engine.contract import Record
-from lapwing.demo.result import aligned, number
+from lapwing.demo.result import align_columns, number
 from lapwing.errors import LapwingError
 
 EXTRA = ("seconds", "peak")  # of a record, shown like scores where a column asks for them
@@ -148,7 +148,7 @@ def pivoted(summary: Summary, score: str, form: Callable[[float], str] = number)
 
 def as_text(lines: Sequence[Sequence[str]]) -> str:
     """Return the cells as a table of plain text; columns whose header is empty are flush left."""
-    return "\n".join(aligned(lines, left=sum(not cell for cell in lines[0])))
+    return "\n".join(align_columns(lines, left=sum(not cell for cell in lines[0])))
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lapwing.api import fit
 from lapwing.check import check
 from lapwing.cli.files import WRITERS, write_arrays
-from lapwing.cli.models import posterior_of
+from lapwing.cli.models import load_posterior
 from lapwing.cli.options import (
     COLUMNS,
     Outcome,
@@ -30,10 +30,10 @@ from lapwing.cli.options import (
     add_posteriors,
     add_subset,
     columns_of_fit,
-    model_given,
+    load_model,
+    load_posteriors,
+    make_reader,
     names,
-    posteriors_given,
-    reader_given,
     refuse_output,
     seed_all,
     subset_of,
@@ -97,8 +97,8 @@ def add_check_options(parser: ArgumentParser) -> None:
 def run_check(arguments: Namespace) -> Outcome:
     """Check the model with the first batch."""
     seed_all(arguments.seed)
-    model = model_given(arguments, trained=False)
-    data = reader_given(arguments, model, labelled=False).read(arguments.data)
+    model = load_model(arguments, trained=False)
+    data = make_reader(arguments, model, labelled=False).read(arguments.data)
     batch = next(iter(data.batches))
     if isinstance(batch, Mapping):
         batch = {name: values for name, values in batch.items() if name not in arguments.target}
@@ -138,8 +138,8 @@ def run_fit(arguments: Namespace) -> Outcome:
     (POSITIVE | NONE).check("--prior", arguments.prior)
     refuse_output(arguments)
     generator = seed_all(arguments.seed)
-    model = model_given(arguments)
-    reader = reader_given(arguments, model, labels=named("likelihood", arguments.likelihood).has_logits)
+    model = load_model(arguments)
+    reader = make_reader(arguments, model, labels=named("likelihood", arguments.likelihood).has_logits)
     data = reader.read(arguments.data)
     held_out = None if arguments.validation is None else reader.beside(data).read(arguments.validation, "--validation")
     posterior = fit(
@@ -200,14 +200,14 @@ def add_evaluate_options(parser: ArgumentParser) -> None:
 def run_evaluate(arguments: Namespace) -> Outcome:
     """Score one posterior against the plain network, or rank several with it."""
     generator = seed_all(arguments.seed)
-    posteriors = posteriors_given(arguments)
+    posteriors = load_posteriors(arguments)
     first = next(iter(posteriors.values()))
     labels = first.likelihood.has_logits
     known = columns_of(posteriors, arguments)
-    data = reader_given(arguments, first.network.model, labels=labels, columns=known).read(arguments.data)
+    data = make_reader(arguments, first.network.model, labels=labels, columns=known).read(arguments.data)
     settings = {"level": arguments.level, "target_key": target_key(arguments, known), "generator": generator}
     alone = len(posteriors) == 1
-    named = posteriors if alone else {shown_name(name, each): each for name, each in posteriors.items()}
+    named = posteriors if alone else {display_name(name, each): each for name, each in posteriors.items()}
     found = first.evaluate(data.batches, **settings) if alone else evaluate(named, data.batches, **settings)
     facts = {"data": data.facts, "seed": arguments.seed, "posteriors": list(named), "evaluation": found.to_json()}
     return Outcome(f"{data.described}\n{found}", facts)
@@ -231,7 +231,7 @@ def columns_of(posteriors: Mapping[str, Fitted], arguments: Namespace) -> Mappin
     return {option: names for p in reversed([*posteriors.values()]) for option, names in p.columns.items()}
 
 
-def shown_name(name: str, fitted: Fitted) -> str:
+def display_name(name: str, fitted: Fitted) -> str:
     """Return the name of a file, and what is in it if it has no error bars: files do not show that."""
     kind = kind_of(fitted.posterior)
     return f"{name} ({kind})" if kind else name
@@ -255,10 +255,10 @@ def run_predict(arguments: Namespace) -> Outcome:
     """Predict batch by batch, and write all predictions in the order of the data."""
     refuse_output(arguments, tuple(WRITERS))
     seed_all(arguments.seed)
-    model = model_given(arguments)
-    posterior = posterior_of(arguments.posterior, model)
+    model = load_model(arguments)
+    posterior = load_posterior(arguments.posterior, model)
     known = posterior.columns
-    reader = reader_given(arguments, model, labelled=False, kept=arguments.keep, columns=known)
+    reader = make_reader(arguments, model, labelled=False, kept=arguments.keep, columns=known)
     data = reader.read(arguments.data)
     _refuse_classes(posterior, data.classes)
     kept = reader.columns(arguments.data, arguments.keep) if arguments.keep else {}
@@ -344,7 +344,7 @@ def add_compare_options(parser: ArgumentParser) -> None:
 def run_compare(arguments: Namespace) -> Outcome:
     """Load every posterior with its model, and rank them. They are named by their files."""
     seed_all(arguments.seed)
-    comparison = compare(posteriors_given(arguments))
+    comparison = compare(load_posteriors(arguments))
     candidates = [asdict(candidate) for candidate in comparison.candidates]
     facts = {"best": comparison.best, "candidates": candidates, "findings": comparison.findings}
     return Outcome(str(comparison), facts)
@@ -365,10 +365,10 @@ def run_report(arguments: Namespace) -> Outcome:
     """Write the page."""
     refuse_output(arguments, (".html", ".htm"))
     seed_all(arguments.seed)
-    model = model_given(arguments)
-    posterior = posterior_of(arguments.posterior, model)
+    model = load_model(arguments)
+    posterior = load_posterior(arguments.posterior, model)
     known, labels = posterior.columns, posterior.likelihood.has_logits
-    data = reader_given(arguments, model, labels=labels, columns=known).read(arguments.data)
+    data = make_reader(arguments, model, labels=labels, columns=known).read(arguments.data)
     report = posterior.report(
         data.batches, arguments.out, title=arguments.title or f"Error bars of {arguments.model}",
         level=arguments.level, seed=arguments.seed, target_key=target_key(arguments, known),

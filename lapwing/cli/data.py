@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.cli.files import READERS, Block, DataFile, listed
-from lapwing.cli.models import called, dtype_of, imported, takes_indices
+from lapwing.cli.files import READERS, Block, DataFile, quote_names
+from lapwing.cli.models import call_factory, dtype_of, import_object, takes_indices
 from lapwing.data.samples import TARGET_KEYS
 from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.runtime.settings import is_data, nearest, seen
@@ -40,32 +40,34 @@ class Roles:
         targets = self.targets or present(known.targets)
         return Roles(inputs, targets, (*self.dropped, *present(known.dropped)), self.classes or known.classes)
 
-    def chosen(self, names: Sequence[str], what: str, has_columns: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def choose(self, names: Sequence[str], what: str, has_columns: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of inputs and targets among those of a file, ``what`` in messages; targets may be none.
 
         Raises:
             DataError: If a name does not exist, or it is not clear which are the inputs.
 
-        >>> Roles(dropped=("id",)).chosen(["id", "age", "size", "label"], "the file", has_columns=True)
+        >>> Roles(dropped=("id",)).choose(["id", "age", "size", "label"], "the file", has_columns=True)
         (('age', 'size'), ('label',))
         """
         for name in (*self.inputs, *self.targets, *self.dropped):
             if name not in names:
-                raise DataError(f"{what} has no {name!r}; it has {listed(names)}.{nearest(name, names)}")
-        targets = self.targets or _found(TARGET_KEYS, [n for n in names if n not in (*self.inputs, *self.dropped)])
+                raise DataError(f"{what} has no {name!r}; it has {quote_names(names)}.{nearest(name, names)}")
+        targets = self.targets or _names_among(
+            TARGET_KEYS, [n for n in names if n not in (*self.inputs, *self.dropped)]
+        )
         if len(targets) > 1 and not self.targets:
-            raise DataError(f"{what} has the targets {listed(targets)}; expected one. Say which: --target NAME.")
+            raise DataError(f"{what} has the targets {quote_names(targets)}; expected one. Say which: --target NAME.")
         rest = tuple(name for name in names if name not in (*targets, *self.dropped))
-        inputs = self.inputs or (rest if has_columns or len(rest) == 1 else _found(INPUT_KEYS, rest))
+        inputs = self.inputs or (rest if has_columns or len(rest) == 1 else _names_among(INPUT_KEYS, rest))
         if not inputs or (not has_columns and len(inputs) > 1):
             raise DataError(
-                f"{what} has {listed(rest) or 'nothing'} besides its targets; expected inputs, "
+                f"{what} has {quote_names(rest) or 'nothing'} besides its targets; expected inputs, "
                 f"{'one column or more' if has_columns else 'one array'}. Say which: --inputs NAME."
             )
         return inputs, targets
 
 
-def _found(keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+def _names_among(keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name.lower() in keys)
 
 
@@ -145,7 +147,7 @@ class Table:
     def _targets(self, block: Block, row: int) -> Tensor:
         first = block[self.targets[0]]
         if len(self.targets) == 1 and isinstance(first, list):
-            return self._numbered(first, row)
+            return self._class_numbers(first, row)
         columns = [self._numbers(block, name) for name in self.targets]
         whole = len(columns) == 1 and self._is_whole(columns[0])
         columns = [column.long() if whole else column.to(self.form.dtype) for column in columns]
@@ -168,13 +170,13 @@ class Table:
             )
         return column
 
-    def _numbered(self, texts: list[str], row: int) -> Tensor:
+    def _class_numbers(self, texts: list[str], row: int) -> Tensor:
         numbers = {name: number for number, name in enumerate(self.classes)}
         for at, text in enumerate(texts):
             if text not in numbers:
                 raise DataError(
                     f"{self.source.path}, row {row + at}, {self.targets[0]!r} is {text!r}; expected one of "
-                    f"{listed(self.classes)}. Check --classes.{nearest(text, self.classes)}"
+                    f"{quote_names(self.classes)}. Check --classes.{nearest(text, self.classes)}"
                 )
         return torch.tensor([numbers[text] for text in texts])
 
@@ -275,9 +277,9 @@ class Reader:
             raise FileError(f"there is no file {path}; expected data. Check {option}.")
         kind = READERS[path.suffix.lower()]
         names = kind.names_in(path)
-        inputs, targets = self.roles.beside(self.known, names).chosen(names, str(path), kind.has_columns)
+        inputs, targets = self.roles.beside(self.known, names).choose(names, str(path), kind.has_columns)
         if self.labelled and not targets:
-            raise DataError(f"{path} has {listed(inputs)} and no target; expected one. Say which: --target NAME.")
+            raise DataError(f"{path} has {quote_names(inputs)} and no target; expected one. Say which: --target NAME.")
         targets = targets if self.labelled else ()
         form = Form(self.size, dtype_of(self.model), takes_indices(self.model), self.labels)
         table = Table(kind(path, (*inputs, *targets)), inputs, targets, form, self.classes)
@@ -293,7 +295,7 @@ class Reader:
                 outputs = self.model(first.to(device))
         except Exception as error:
             raise DataError(
-                f"the network does not take the inputs of {table.source.path}, {listed(table.inputs)} of shape "
+                f"the network does not take the inputs of {table.source.path}, {quote_names(table.inputs)} of shape "
                 f"{tuple(first.shape[1:])}: {type(error).__name__}: {error}. Choose them by --inputs or --drop."
             ) from error
         if not table.texts:
@@ -306,14 +308,14 @@ class Reader:
         count = outputs.shape[-1] if isinstance(outputs, Tensor) else len(table.classes)
         if len(table.classes) != (2 if count == 1 else count):
             raise DataError(
-                f"the target {table.targets[0]!r} of {table.source.path} has the classes {listed(table.classes)}, and "
-                f"the network {count} outputs; expected a class for each. Name all in the order of the outputs: "
+                f"the target {table.targets[0]!r} of {table.source.path} has the classes {quote_names(table.classes)}, "
+                f"and the network {count} outputs; expected a class for each. Name all in the order of the outputs: "
                 "--classes A,B,C."
             )
 
     def _loader(self, path: str, option: str) -> Given:
-        found = imported(path, option)
-        made = found if is_data(found) or not callable(found) else called(found, path, option)
+        found = import_object(path, option)
+        made = found if is_data(found) or not callable(found) else call_factory(found, path, option)
         if not is_data(made):
             raise UnsupportedError(
                 f"{option} is {path!r}, which gives {seen(made)}; expected a DataLoader, a Dataset or a list of "

@@ -59,10 +59,10 @@ def optional(module: str, path: Path, install: str) -> Any:
         raise UnsupportedError(f"{path} needs {module.split('.')[0]}; use pip install {install}.") from error
 
 
-def listed(names: Sequence[str], shown: int = 20) -> str:
+def quote_names(names: Sequence[str], shown: int = 20) -> str:
     """Return the first names and how many more there are.
 
-    >>> listed(["a", "b", "c"], shown=2)
+    >>> quote_names(["a", "b", "c"], shown=2)
     "'a', 'b' and 1 more"
     """
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
@@ -225,7 +225,7 @@ class NpzFile(DataFile):
             counts = ", ".join(f"{count} in {name!r}" for name, count in rows.items())
             raise DataError(f"{self.path} has different numbers of rows: {counts}; expected as many in each.")
         if not min(rows.values()):
-            raise DataError(f"the arrays {listed(self.names)} of {self.path} have no rows; expected at least one.")
+            raise DataError(f"the arrays {quote_names(self.names)} of {self.path} have no rows; expected at least one.")
         return headers
 
     def _header(self, member: IO[bytes], name: str) -> Header:

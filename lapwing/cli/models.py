@@ -37,7 +37,7 @@ def working_folder_first() -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def imported(path: str, option: str) -> Any:
+def import_object(path: str, option: str) -> Any:
     """Return the object at an import path.
 
     Args:
@@ -48,7 +48,7 @@ def imported(path: str, option: str) -> Any:
         UnsupportedError: If it is no import path, or the module or the name does not exist.
         UserCodeError: If the module cannot be imported.
 
-    >>> imported("torch.nn:Linear", "MODEL")
+    >>> import_object("torch.nn:Linear", "MODEL")
     <class 'torch.nn.modules.linear.Linear'>
     """
     module_name, _, name = path.partition(":")
@@ -89,14 +89,14 @@ def _module(name: str, option: str) -> Any:
         raise UserCodeError(_failure(f"the import of {name}", error)) from error
 
 
-def called(function: Callable[[], Any], path: str, option: str) -> Any:
+def call_factory(function: Callable[[], Any], path: str, option: str) -> Any:
     """Return what the user's function returns.
 
     Raises:
         UnsupportedError: If it cannot be called without arguments.
         UserCodeError: If it raises an error.
     """
-    needed = _needed(function)
+    needed = _required_arguments(function)
     if needed:
         name = path.rpartition(":")[2]
         raise UnsupportedError(
@@ -109,7 +109,7 @@ def called(function: Callable[[], Any], path: str, option: str) -> Any:
         raise UserCodeError(_failure(path, error)) from error
 
 
-def _needed(function: Callable[..., Any]) -> list[str]:
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments that have no default."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -142,7 +142,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             content = content[key]
             break
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
-        held = f"the keys {_listed(list(content))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        held = f"the keys {_shorten(list(content))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise FileError(f"{path} holds {held}; expected tensors by the names of the parameters. {REMEDY}")
     return {str(name): tensor for name, tensor in content.items()}
 
@@ -185,8 +185,8 @@ def put_weights(model: nn.Module, given: Mapping[str, Tensor], path: Path) -> No
     given = _without_prefix(given, own)
     missing, unexpected = [n for n in own if n not in given], [n for n in given if n not in own]
     if missing or unexpected:
-        parts = [f"lacks {_listed(missing)}"] if missing else []
-        parts += [f"has {_listed(unexpected)}, which the model lacks"] if unexpected else []
+        parts = [f"lacks {_shorten(missing)}"] if missing else []
+        parts += [f"has {_shorten(unexpected)}, which the model lacks"] if unexpected else []
         raise FileError(f"{path} belongs to another model: it {' and '.join(parts)}. Check MODEL and --weights.")
     for name, tensor in own.items():
         if tensor.shape != given[name].shape:
@@ -207,12 +207,12 @@ def _without_prefix(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> M
     return given
 
 
-def _listed(names: list[Any]) -> str:
+def _shorten(names: list[Any]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(map(str, names[:SHOWN])) + more
 
 
-def model_of(path: str, weights: Path | None, device: torch.device, trained: bool = True) -> nn.Module:
+def import_model(path: str, weights: Path | None, device: torch.device, trained: bool = True) -> nn.Module:
     """Return the model at an import path with the weights of a file.
 
     Args:
@@ -226,19 +226,19 @@ def model_of(path: str, weights: Path | None, device: torch.device, trained: boo
         FileError: If the weights cannot be read, or are those of another model.
         ModelError: If no weights were given and the factory initialises the model randomly.
     """
-    model = _made(path)
+    model = _build_model(path)
     if weights is not None:
         put_weights(model, read_weights(weights), weights)
     elif trained:
-        _refuse_random(model, _made(path), path)
+        _refuse_random(model, _build_model(path), path)
     return model.to(device).eval()
 
 
-def _made(path: str) -> nn.Module:
-    factory = imported(path, "MODEL")
+def _build_model(path: str) -> nn.Module:
+    factory = import_object(path, "MODEL")
     made = factory if isinstance(factory, nn.Module) else None
     if made is None and callable(factory):
-        made = called(factory, path, "MODEL")
+        made = call_factory(factory, path, "MODEL")
     if not isinstance(made, nn.Module):
         returned = f"which returns {seen(made)}" if callable(factory) else f"which is {seen(factory)}"
         raise UnsupportedError(f"MODEL is {path!r}, {returned}; expected a function that returns a torch.nn.Module.")
@@ -256,7 +256,7 @@ def _refuse_random(one: nn.Module, other: nn.Module, path: str) -> None:
             )
 
 
-def posterior_of(path: Path, model: nn.Module) -> Fitted:
+def load_posterior(path: Path, model: nn.Module) -> Fitted:
     """Return the posterior in a file, for this model."""
     if not path.is_file():
         raise FileError(f"there is no file {path}; expected a posterior. Make it by lapwing fit ... --out {path}.")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lapwing
 from lapwing.cli.data import Reader, Roles
-from lapwing.cli.models import model_of, posterior_of
+from lapwing.cli.models import import_model, load_posterior
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.networks.selection import Weights, named
@@ -158,12 +158,12 @@ def seed_all(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def model_given(arguments: Namespace, trained: bool = True) -> nn.Module:
+def load_model(arguments: Namespace, trained: bool = True) -> nn.Module:
     """Return the model of a command with one model."""
-    return model_of(arguments.model, arguments.weights, device_of(arguments), trained)
+    return import_model(arguments.model, arguments.weights, device_of(arguments), trained)
 
 
-def reader_given(
+def make_reader(
     arguments: Namespace, model: nn.Module, labelled: bool = True, labels: bool = True, kept: tuple[str, ...] = (),
     columns: Mapping[str, tuple[str, ...]] = NO_COLUMNS,
 ) -> Reader:  # fmt: skip
@@ -272,7 +272,7 @@ def add_posteriors(parser: ArgumentParser) -> None:
     parser.add_argument("--posterior", required=True, help="files that lapwing fit wrote", **several)
 
 
-def posteriors_given(arguments: Namespace) -> dict[str, Fitted]:
+def load_posteriors(arguments: Namespace) -> dict[str, Fitted]:
     """Return the posteriors by name. Those with the same model and weights share one network.
 
     Raises:
@@ -282,9 +282,9 @@ def posteriors_given(arguments: Namespace) -> dict[str, Fitted]:
     paths = _each("MODEL", arguments.models, len(files))
     weights = _each("--weights", arguments.weights or [None], len(files))
     pairs = list(zip(paths, weights, strict=True))
-    models = {pair: model_of(*pair, device) for pair in dict.fromkeys(pairs)}
+    models = {pair: import_model(*pair, device) for pair in dict.fromkeys(pairs)}
     return {
-        name: posterior_of(file, models[pair]) for name, file, pair in zip(names_of(files), files, pairs, strict=True)
+        name: load_posterior(file, models[pair]) for name, file, pair in zip(names_of(files), files, pairs, strict=True)
     }
 
 

@@ -34,21 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if any("\0" in word for word in words):
-        return _failed("an argument has a NUL character, which no path or name has; leave it out.", FAILED)
+        return _print_failure("an argument has a NUL character, which no path or name has; leave it out.", FAILED)
     arguments = _parser().parse_args(words, Namespace(words=words))
     try:
         with working_folder_first(), redirect_stdout(sys.stderr), warnings_in_a_line():
             outcome = COMMANDS[arguments.command].run(arguments)
     except KeyboardInterrupt:
-        return _failed("interrupted.", INTERRUPTED)
+        return _print_failure("interrupted.", INTERRUPTED)
     except Exception as error:
         if arguments.traceback:
             traceback.print_exc()
-        return _failed(_in_words(error), FAILED)
-    return _printed(outcome.to_json(arguments.command) if arguments.json else in_options(outcome.text))
+        return _print_failure(_in_words(error), FAILED)
+    return _print_text(outcome.to_json(arguments.command) if arguments.json else in_options(outcome.text))
 
 
-def _printed(text: str) -> int:
+def _print_text(text: str) -> int:
     """Print the text and return the exit code; a reader such as ``head`` may close the pipe before its end."""
     try:
         print(text, flush=True)
@@ -92,7 +92,7 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error} (not expected). --traceback shows where."
 
 
-def _failed(message: str, code: int) -> int:
+def _print_failure(message: str, code: int) -> int:
     print(f"lapwing: {in_options(in_a_line(message))}", file=sys.stderr)
     return code
 

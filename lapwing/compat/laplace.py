@@ -58,7 +58,7 @@ def conditioned_bridge(mean: Tensor, cov: Tensor, normalised: bool) -> Tensor:
     return alpha / alpha.sum(-1, keepdim=True)
 
 
-def packed(posterior: Fitted) -> Tensor:
+def pack_posterior(posterior: Fitted) -> Tensor:
     """Return the file of a posterior as a tensor of bytes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posterior.lapwing"
@@ -66,8 +66,8 @@ def packed(posterior: Fitted) -> Tensor:
         return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
 
 
-def unpacked(content: Tensor, model: nn.Module) -> Fitted:
-    """Return the posterior from the bytes of ``packed``, for this model."""
+def unpack_posterior(content: Tensor, model: nn.Module) -> Fitted:
+    """Return the posterior from the bytes of ``pack_posterior``, for this model."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posterior.lapwing"
         path.write_bytes(bytes(content.tolist()))
@@ -255,13 +255,13 @@ class PosteriorNumbers:
 
     def functional_variance(self, Js: Tensor) -> Tensor:
         """Return J Λ⁻¹ Jᵀ (B, C, C) for Jacobians (B, C, P); ``la.posterior.functions(x)`` needs none."""
-        return torch.einsum("bcp,bdp->bcd", self._solved(Js), Js.double()).to(Js)
+        return torch.einsum("bcp,bdp->bcd", self._solve_rows(Js), Js.double()).to(Js)
 
     def functional_covariance(self, Js: Tensor) -> Tensor:
         """Return the covariance (B C, B C) of all outputs for Jacobians (B, C, P)."""
-        return (self._solved(Js).flatten(0, 1) @ Js.double().flatten(0, 1).mT).to(Js)
+        return (self._solve_rows(Js).flatten(0, 1) @ Js.double().flatten(0, 1).mT).to(Js)
 
-    def _solved(self, Js: Tensor) -> Tensor:
+    def _solve_rows(self, Js: Tensor) -> Tensor:
         if Js.ndim != 3 or Js.shape[-1] != self.n_params:
             raise UnsupportedError(f"Js has the shape {tuple(Js.shape)}; expected (B, C, {self.n_params}).")
         return self._core.precision.solve(Js.double().flatten(0, 1)).reshape(Js.shape)
@@ -478,7 +478,7 @@ class Laplace(PosteriorNumbers):
                 by ``loss`` on ``val_loader``; the default loss is minus the log-likelihood, noise included.
             more: The further arguments of laplace-torch, by name.
         """
-        self.prior_precision = tuning.optimised(self, option("pred_type", pred_type, PredType), method, more)
+        self.prior_precision = tuning.optimise_prior(self, option("pred_type", pred_type, PredType), method, more)
 
     # Predictions.
 
@@ -516,11 +516,11 @@ class Laplace(PosteriorNumbers):
             return (draws.mean(0), draws.var(0)) if regression else draws.softmax(-1).mean(0)
         belief = self.posterior.functions(x, joint=joint and regression)
         if regression:
-            mean, cov = self._detached(belief.mean), self._detached(belief.cov)
+            mean, cov = self._detach_unless_differentiable(belief.mean), self._detach_unless_differentiable(belief.cov)
             if joint:
                 return mean.flatten(), cov.reshape(mean.numel(), -1)
             return mean, cov.diagonal(dim1=-2, dim2=-1) if diagonal_output else cov
-        return self._detached(probabilities(belief, link, n_samples, diagonal_output, generator))
+        return self._detach_unless_differentiable(probabilities(belief, link, n_samples, diagonal_output, generator))
 
     def predictive(self, x: Any, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int) -> Any:
         """Return the same as a call."""
@@ -558,7 +558,7 @@ class Laplace(PosteriorNumbers):
         samples[:, self._settings.subnetwork_indices] = draws  # in the order in which they were given
         return samples
 
-    def _detached(self, value: Tensor) -> Tensor:
+    def _detach_unless_differentiable(self, value: Tensor) -> Tensor:
         return value if self.enable_backprop else value.detach()
 
     # Files.
@@ -566,7 +566,7 @@ class Laplace(PosteriorNumbers):
     def state_dict(self) -> dict[str, Any]:
         """Return the posterior as tensors and plain values, for ``torch.save``; ``posterior.save(path)`` is native."""
         return {
-            "lapwing": packed(self.posterior), "temperature": self.temperature, "structure": self._structure,
+            "lapwing": pack_posterior(self.posterior), "temperature": self.temperature, "structure": self._structure,
             "prior_precision": self._prior_precision.detach(), "sigma_noise": self._sigma_noise.detach(),
             "prior_mean": self._prior_mean, "likelihood": self.likelihood,
         }  # fmt: skip
@@ -582,6 +582,6 @@ class Laplace(PosteriorNumbers):
             if state_dict.get(name) != own:
                 raise UnsupportedError(f"the state has the {name} {state_dict.get(name)!r}; expected {own!r}.")
         self.model.eval()
-        self._fitted = unpacked(state_dict["lapwing"], self.model)
+        self._fitted = unpack_posterior(state_dict["lapwing"], self.model)
         self.temperature, self.prior_mean = state_dict["temperature"], state_dict["prior_mean"]
         self.sigma_noise, self.prior_precision = state_dict["sigma_noise"], state_dict["prior_precision"]

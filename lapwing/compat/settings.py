@@ -294,7 +294,7 @@ class SearchOptions(HasSettings):
         return torch.logspace(low, high, self.grid_size, base=self.log_prior_prec_base, dtype=torch.float64)
 
 
-def optimised(la: Any, pred_type: str, method: Any, more: Mapping[str, Any]) -> Tensor:
+def optimise_prior(la: Any, pred_type: str, method: Any, more: Mapping[str, Any]) -> Tensor:
     """Return the prior precision that a method of laplace-torch chooses; raise for arguments that do not exist."""
     names = [field.name for field in fields(SearchOptions)]
     for name in more:

@@ -78,14 +78,14 @@ def table(result: Result) -> str:
         numbers = (number(row.scores[column]) if column in row.scores else "" for column in columns)
         lines.append([row.group if row.group != last else "", row.name, *numbers])
         last = row.group
-    text = aligned(lines, left=2) if grouped else aligned([line[1:] for line in lines], left=1)
+    text = align_columns(lines, left=2) if grouped else align_columns([line[1:] for line in lines], left=1)
     return "\n".join([result.experiment, *text, *(f"  {note}" for note in result.notes)])
 
 
-def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
+def align_columns(lines: Sequence[Sequence[str]], left: int) -> list[str]:
     """Return lines with columns of equal width, the first ``left`` columns flush left.
 
-    >>> aligned([["", "NLL"], ["plain", "1.2"]], left=1)
+    >>> align_columns([["", "NLL"], ["plain", "1.2"]], left=1)
     ['       NLL', 'plain  1.2']
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -144,7 +144,7 @@ def run_diabetes(settings: Diabetes) -> Result:
         table, held_out = split_diabetes(settings, seed)
         model = train_mlp(*table.training, 1, settings.recipe, seed)
         data = batches(*table.training, settings.recipe.batch_size)
-        for name, posterior in fits(model, data, table.standardised(*held_out)).items():
+        for name, posterior in fits(model, data, table.standardise(*held_out)).items():
             predicted = {**predict(posterior, table), "observed": table.y_test}
             repeats.setdefault(name, []).append(scores(predicted, table.y_test))
             for key, column in predicted.items():

@@ -181,9 +181,9 @@ class SplitTable:
     @property
     def training(self) -> tuple[Tensor, Tensor]:
         """Standardised inputs (B, D) and targets (B, 1)."""
-        return self.standardised(self.x_train, self.y_train)
+        return self.standardise(self.x_train, self.y_train)
 
-    def standardised(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def standardise(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs (B, D) and targets (B, 1) as the network is given them."""
         return self.scale_x(x), self.scale_y(y).unsqueeze(1)
 
@@ -194,7 +194,7 @@ def predict(fitted: lw.Fitted, table: SplitTable) -> dict[str, Tensor]:
     Returns mean, std, epistemic_std, the ends low and high of 95 % intervals, and the log-density and CRPS of the test
     targets, each (B,) in the units of y.
     """
-    x, y = table.standardised(table.x_test, table.y_test)
+    x, y = table.standardise(table.x_test, table.y_test)
     standardised, units = fitted.predict(x), table.scale_y
     with torch.no_grad():
         low, high = standardised.interval(0.95)

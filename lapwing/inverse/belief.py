@@ -77,7 +77,7 @@ def weighted_sum(matrices: Tensor, coefficients: Tensor) -> Tensor:
     return (coefficients @ matrices.flatten(1)).reshape(matrices.shape[1:])
 
 
-def factorised(covariance: Tensor, noise: Tensor) -> Tensor:
+def factorise(covariance: Tensor, noise: Tensor) -> Tensor:
     """Return the lower Cholesky factor of the covariance of the measurements."""
     factor, info = torch.linalg.cholesky_ex(covariance)
     if int(info) or not bool(torch.isfinite(factor.diagonal()).all()):
@@ -97,7 +97,7 @@ class _Deviance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, residual: Tensor, coefficients: Tensor, noise: Tensor, matrices: ClassMatrices) -> Tensor:
-        factor = factorised(matrices.covariance(coefficients, noise), noise)
+        factor = factorise(matrices.covariance(coefficients, noise), noise)
         solved = torch.cholesky_solve(residual[:, None], factor)[:, 0]
         ctx.save_for_backward(factor, solved)
         ctx.matrices = matrices
@@ -255,10 +255,10 @@ class InverseBelief:
         """The Cholesky factor of K_yy."""
         noise = self.noise.detach()
         if self.classes is not None:
-            return factorised(self.classes.covariance(self.problem.prior.coefficients().detach(), noise), noise)
+            return factorise(self.classes.covariance(self.problem.prior.coefficients().detach(), noise), noise)
         kernel = self.problem.observation.sandwich(self.image_covariance).clone()
         kernel.diagonal().add_(noise)
-        return factorised(kernel, noise)
+        return factorise(kernel, noise)
 
     def solve(self, rows: Tensor) -> Solution:
         """Return K_yy⁻¹ u for rows u (K, dy) with their residuals; raise unless they reach the tolerance."""
@@ -301,7 +301,7 @@ class InverseBelief:
             return self.problem.prior.gram(self.problem.rows(Observation(None, size, size), "rows of J"))
 
     @cached_property
-    def explained(self) -> Tensor:
+    def whitened_cross(self) -> Tensor:
         """W (dy, dx) with Wᵀ W = K_xy K_yy⁻¹ K_yx."""
         cross = self.problem.observation.forward(self.image_covariance)  # (dx, dy)
         return torch.linalg.solve_triangular(self.factor, cross.mT, upper=False)
@@ -314,7 +314,7 @@ class InverseBelief:
                 f"the covariance of {size} pixels takes {COPIES * 8 * size**2 / 2**30:.3g} GiB; expected at most the "
                 "byte budget. Use samples(n), or raise the budget with lw.memory.limit(...)."
             )
-        return self.image_covariance - self.explained.mT @ self.explained
+        return self.image_covariance - self.whitened_cross.mT @ self.whitened_cross
 
     @property
     def variance_error(self) -> float:
@@ -325,7 +325,7 @@ class InverseBelief:
     def variance(self) -> Tensor:
         """Return the variance of every pixel, (dx,), in float64."""
         if self.variance_error == 0.0:
-            return (self.image_covariance.diagonal() - self.explained.square().sum(0)).clamp_min(0)
+            return (self.image_covariance.diagonal() - self.whitened_cross.square().sum(0)).clamp_min(0)
         network, generator = self.problem.network, torch.Generator().manual_seed(self.seed + 2)
         total = torch.zeros(network.size, dtype=torch.float64, device=network.device)
         for chunk in self.chunks(VARIANCE_SAMPLES):

@@ -326,7 +326,7 @@ class InversePosterior(Tunable):
         Raises:
             NumericalError: If conjugate gradients do not reach their tolerance.
         """
-        return self._drawn(self.belief.deviations, n, generator)
+        return self._draw_images(self.belief.deviations, n, generator)
 
     @outside_autocast
     @outside_inference
@@ -337,9 +337,9 @@ class InversePosterior(Tunable):
             n: The number of draws.
             generator: The source of randomness; the global generator if None.
         """
-        return self._drawn(self.belief.prior_deviations, n, generator)
+        return self._draw_images(self.belief.prior_deviations, n, generator)
 
-    def _drawn(self, draw: Callable[..., Tensor], n: int, generator: torch.Generator | None) -> Tensor:
+    def _draw_images(self, draw: Callable[..., Tensor], n: int, generator: torch.Generator | None) -> Tensor:
         integer().check("n", n)
         GENERATOR.check("generator", generator)
         network = self.problem.network
@@ -477,7 +477,7 @@ def fit(
         NOISE.check("noise_std", noise_std)
     if tuner is not None:
         check_tuner(tuner)
-    tangent = _wide(ImageTangent.build(model, x, weights))
+    tangent = _at_least_single(ImageTangent.build(model, x, weights))
     bound = bound_prior(FilterGP(blocks=ONE) if prior is None else prior, tangent)
     observation = Observation.of(operator, tangent.size, tangent.f)
     measurements = _measurements(y, observation.rows, tangent.device)
@@ -489,14 +489,14 @@ def fit(
     problem = InverseProblem.of(tangent, observation, bound, measurements)
     noise = _noise(noise_std, problem)
     if prior is None and isinstance(bound, BoundFilterGP):
-        problem = replace(problem, prior=bound.started(problem.theta, observation.rows))
+        problem = replace(problem, prior=bound.with_trained_scale(problem.theta, observation.rows))
     classes = ClassMatrices.of(problem, image) if exact else None
     seed = independent_generator(generator).initial_seed() % 2**31
     posterior = InversePosterior(problem, noise, classes, noise_std is None, seed)
     return posterior.tuned(tuner) if tuner is not None or prior is None else posterior
 
 
-def _wide(tangent: ImageTangent) -> ImageTangent:
+def _at_least_single(tangent: ImageTangent) -> ImageTangent:
     """Return the tangent model in float32 or float64: half precision has too few digits for covariances."""
     return tangent if tangent.dtype in (torch.float32, torch.float64) else tangent.to(torch.float32)
 

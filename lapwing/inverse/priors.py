@@ -124,13 +124,13 @@ class PriorPart:
     grid: TapGrid
     classes: tuple[int, ...]
 
-    def folded(self, rows: Tensor) -> Tensor:
+    def fold(self, rows: Tensor) -> Tensor:
         """Return rows (n, m) of some or all filters of the parameter as (n, F, taps)."""
         return rows.reshape(len(rows), -1, self.grid.taps)
 
     def in_double(self, rows: Tensor) -> Iterator[Tensor]:
         """Yield rows (n, m) as (n, some filters, taps) in float64, under the byte budget."""
-        folded = self.folded(rows)
+        folded = self.fold(rows)
         each = COPIES * 8 * len(rows) * self.grid.taps
         for some in runs(folded.shape[1], each, rows.device):
             yield folded[:, some].double()
@@ -251,7 +251,7 @@ class ClassCovariance:
             if total is None:
                 total = rows.new_zeros(len(self.class_blocks), len(rows))
             part = parts[name]
-            total[list(part.classes)] += part.grid.squared_lengths(part.folded(rows))
+            total[list(part.classes)] += part.grid.squared_lengths(part.fold(rows))
         assert total is not None, "at least one piece"
         return total
 
@@ -474,13 +474,13 @@ class BoundFilterGP(ClassCovariance):
     @property
     def _matrices(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         # A graph to the values is not kept: it may be used once, and a call without gradients would keep none.
-        return self._computed() if self.values.requires_grad else self._kept
+        return self._compute() if self.values.requires_grad else self._kept_matrices
 
     @cached_property
-    def _kept(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return self._computed()
+    def _kept_matrices(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return self._compute()
 
-    def _computed(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _compute(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return ``covariances`` and ``factors``; parameters with equal ones share them."""
         coefficients = self.coefficients()
         matrices = {part: part.grid.matrix(coefficients[list(part.classes)]) for part in dict.fromkeys(self.parts)}
@@ -490,22 +490,22 @@ class BoundFilterGP(ClassCovariance):
     def _filters(self, v: Tensor) -> Iterator[Tensor]:
         """Yield the entries of each parameter as filters, (K, F, taps)."""
         for part, rows in zip(self.parts, v.split(self.selection.sizes, -1), strict=True):
-            yield part.folded(rows)
+            yield part.fold(rows)
 
-    def _mapped(self, v: Tensor, matrices: tuple[Tensor, ...]) -> Tensor:
+    def _map_filters(self, v: Tensor, matrices: tuple[Tensor, ...]) -> Tensor:
         """Return M w for every filter w of the rows, with the matrix M of its parameter."""
         rows = v.reshape(-1, self.selection.size)
         parts = [w @ m.to(w).mT for w, m in zip(self._filters(rows), matrices, strict=True)]
         return torch.cat([part.flatten(1) for part in parts], 1).reshape(v.shape)
 
     def multiply(self, v: Tensor) -> Tensor:
-        return self._mapped(v, self.covariances)
+        return self._map_filters(v, self.covariances)
 
     def root(self, v: Tensor) -> Tensor:
-        return self._mapped(v, self.factors)
+        return self._map_filters(v, self.factors)
 
     def root_transposed(self, v: Tensor) -> Tensor:
-        return self._mapped(v, tuple(factor.mT for factor in self.factors))
+        return self._map_filters(v, tuple(factor.mT for factor in self.factors))
 
     def solve(self, v: Tensor) -> Tensor:
         # In float64: the inverse of a smooth kernel has entries up to 1e6 that cancel.
@@ -532,7 +532,7 @@ class BoundFilterGP(ClassCovariance):
             terms.append(torch.cholesky_solve(moments, factor).diagonal().sum())
         return torch.stack(terms)
 
-    def started(self, theta: Tensor, rows: int) -> BoundFilterGP:
+    def with_trained_scale(self, theta: Tensor, rows: int) -> BoundFilterGP:
         """Return the prior with variances of the size of the trained weights, where a search for better ones starts.
 
         The penalty of each block becomes half of the number of its weights that ``rows`` data can determine.

@@ -103,7 +103,7 @@ class Observation:
             operator = _matrix_operator(operator, like)
         if isinstance(operator, type) or not isinstance(operator, LinearOperator):
             raise DataError(
-                f"the operator is {_described(operator)}; expected a matrix (dy, {size}), an object with rows, size, "
+                f"the operator is {_describe(operator)}; expected a matrix (dy, {size}), an object with rows, size, "
                 "like, forward and back, such as lw.linear.OperatorDesign, or None for the identity."
             )
         if operator.like.dtype not in WIDE:
@@ -158,7 +158,7 @@ class Observation:
         return 0.5 * (outer + outer.mT)
 
 
-def _described(operator: Any) -> str:
+def _describe(operator: Any) -> str:
     """Describe what is no operator; an array by its type alone."""
     return f"a {type(operator).__name__}" if hasattr(operator, "__array__") else seen(operator)
 
@@ -231,8 +231,8 @@ class ImageTangent:
         refuse_training_mode(model)
         inputs = move_inputs(x, lambda t: t.detach().to(device, copy=True))  # later changes of x do not matter
         check_finite(inputs, "inputs")
-        selection = chosen_weights(unwrapped(model), weights)
-        module = BatchCall(_private(unwrapped(model)))
+        selection = select_weights(unwrapped(model), weights)
+        module = BatchCall(_copy_without_gradients(unwrapped(model)))
         output = _output(module, inputs)
         _refuse_random(output, _output(module, inputs))
         return cls(module, inputs, selection, output)
@@ -288,12 +288,12 @@ class ImageTangent:
         """The bytes that autograd keeps for a backward pass: a measure of what one more vector takes."""
         total = 0
 
-        def kept(tensor: Tensor) -> Tensor:
+        def count_bytes(tensor: Tensor) -> Tensor:
             nonlocal total
             total += tensor.numel() * tensor.element_size()
             return tensor
 
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count_bytes, lambda tensor: tensor):
             self._at({name: value.clone().requires_grad_() for name, value in self.parameters.items()})
         return total
 
@@ -308,7 +308,7 @@ class ImageTangent:
         def one(tangent: dict[str, Tensor]) -> Tensor:
             return jvp(self._at, (self.parameters,), (tangent,))[1]
 
-        def pushed(chunk: Tensor) -> Tensor:
+        def push(chunk: Tensor) -> Tensor:
             try:
                 with FORWARD_MODE, torch.no_grad(), quiet, math_attention:
                     return vmap(one)(self.selection.split(chunk)).detach()
@@ -316,7 +316,7 @@ class ImageTangent:
                 return torch.stack([self._forward_by_back(row) for row in chunk])
 
         rows = v.to(self.output)
-        parts = (pushed(rows[chunk]) for chunk in self._chunks(len(v), self.selection.size))
+        parts = (push(rows[chunk]) for chunk in self._chunks(len(v), self.selection.size))
         return gathered(parts, len(v)) if len(v) else rows.new_zeros(0, self.size)
 
     def _forward_by_back(self, v: Tensor) -> Tensor:
@@ -346,18 +346,18 @@ class ImageTangent:
         with quiet, math_attention:
             pull = vjp(self._at, {name: self.parameters[name] for name in names})[1]
 
-        def pulled(rows: Tensor) -> dict[str, Tensor]:
+        def pull_rows(rows: Tensor) -> dict[str, Tensor]:
             with torch.no_grad(), quiet:
                 return {name: grad.detach() for name, grad in vmap(pull)(rows)[0].items()}
 
-        return pulled
+        return pull_rows
 
     def chunks(self, count: int, names: tuple[str, ...]) -> Iterator[slice]:
         """Yield so many vectors in chunks for ``pullback`` of these parameters."""
         return self._chunks(count, sum(self.parameters[name].numel() for name in names))
 
 
-def chosen_weights(model: nn.Module, weights: Weights | None) -> Selection:
+def select_weights(model: nn.Module, weights: Weights | None) -> Selection:
     """Return the selection; by default the weights of convolution layers, or all weights if there are none."""
     if weights is None:
         names = _kernels(model) or AllWeights().needs(model)
@@ -370,7 +370,7 @@ def chosen_weights(model: nn.Module, weights: Weights | None) -> Selection:
     return selected(model, weights.needs(model))
 
 
-def _private(model: nn.Module) -> nn.Module:
+def _copy_without_gradients(model: nn.Module) -> nn.Module:
     """Return a copy of the model without gradients."""
     try:
         return copy.deepcopy(model).requires_grad_(False)

@@ -111,7 +111,7 @@ class Sampled(Method):
         if stochastic and design.source is None:  # batches have to stay the same; those kept in memory do
             refuse_reordered(design)
         if problem.prior.needs_curvature:
-            problem = problem.with_prior(problem.prior.scaled(design.diagonal()))
+            problem = problem.with_prior(problem.prior.with_scale(design.diagonal()))
         most = min(data.processes.gather_numbers(max(LARGEST, budget(network.device))))
         settings: dict[str, int] = {"width": self.width, "bytes": most}
         if self.memory is not None:

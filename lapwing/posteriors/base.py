@@ -446,5 +446,5 @@ def effective_parameters(posterior: Posterior) -> EffectiveParameters:
     sizes = torch.bincount(numbers, minlength=len(names)).tolist()
     return EffectiveParameters(
         float(each.sum()), len(each), dict(zip(names, gammas, strict=True)), dict(zip(names, sizes, strict=True)),
-        prior.summed(each),
+        prior.sum_groups(each),
     )  # fmt: skip

@@ -90,7 +90,7 @@ class SampledPosterior(Linearised):
                 raise UnsupportedError(
                     "samples keep no curvature for a g-prior to take; fit again with prior=g_prior()."
                 )
-            problem = problem.with_prior(problem.prior.scaled(scale))
+            problem = problem.with_prior(problem.prior.with_scale(scale))
         return replace(self, problem=problem)
 
     def with_prior(self, prior: BoundPrior) -> SampledPosterior:

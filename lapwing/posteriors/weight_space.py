@@ -362,7 +362,7 @@ class WeightPosterior(Linearised):
 
         A g-prior takes its scale from the curvature.
         """
-        prior = prior.scaled(self.current.diagonal()) if prior.needs_curvature else prior
+        prior = prior.with_scale(self.current.diagonal()) if prior.needs_curvature else prior
         return replace(self, problem=self.problem.with_prior(prior), mode=None)._with_prior_checked()
 
     def updated(self, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:

@@ -159,7 +159,7 @@ class Grouped(Prior):
         raise UnsupportedError("this prior by patterns belongs to other weights already; give grouped({...}) itself.")
 
     @classmethod
-    def restored(
+    def from_stored(
         cls, values: Tensor, mean: float | Tensor, selection: Selection, members: tuple[str, ...]
     ) -> BoundPrior:
         groups = tuple(dict.fromkeys(members))

@@ -53,7 +53,7 @@ class Prior:
             scale=Maybe(Array((size,), SMALLEST)),
         )  # fmt: skip
         values, members = read["precision"], read["members"]
-        prior = cls.restored(values, read["mean"], selection, members)
+        prior = cls.from_stored(values, read["mean"], selection, members)
         if prior.members != members or prior.values.shape != values.shape:
             raise FileError(
                 f"{cls.__name__} has precisions {tuple(values.shape)} and groups that are not those of the weights"
@@ -62,10 +62,10 @@ class Prior:
             raise FileError(
                 f"{cls.__name__} has a scale; expected one only for a prior that takes it from the curvature"
             )
-        return prior if read["scale"] is None else prior.scaled(read["scale"])
+        return prior if read["scale"] is None else prior.with_scale(read["scale"])
 
     @classmethod
-    def restored(
+    def from_stored(
         cls, values: Tensor, mean: float | Tensor, selection: Selection, members: tuple[str, ...]
     ) -> BoundPrior:
         """Return the prior of these weights with precisions and groups from a file."""
@@ -166,13 +166,13 @@ class BoundPrior(Prior):
                 f"this g-prior has the curvature of {self.scale.numel()} weights already, and there are "
                 f"{selection.size}; give g_prior() itself."
             )
-        return prior.scaled(self.scale)
+        return prior.with_scale(self.scale)
 
     def with_precision(self, precision: Tensor) -> BoundPrior:
         """Return the same prior with other precisions, of the same shape."""
         return replace(self, values=precision)
 
-    def scaled(self, scale: Tensor) -> BoundPrior:
+    def with_scale(self, scale: Tensor) -> BoundPrior:
         """Return the prior with the precision of every weight multiplied by ``scale`` (P,)."""
         return replace(self, scale=scale.detach().to(self.values))
 
@@ -231,9 +231,9 @@ class BoundPrior(Prior):
     def squares(self, theta: Tensor) -> Tensor:
         """Return sums of squares of the weights that share a precision, times their scale."""
         squares = (theta.to(self.values) - self.mean).square()
-        return self.summed(squares if self.scale is None else squares * self.scale)
+        return self.sum_groups(squares if self.scale is None else squares * self.scale)
 
-    def summed(self, each: Tensor) -> Tensor:
+    def sum_groups(self, each: Tensor) -> Tensor:
         """Sum over the weights that share a precision: (P,) to (1,), (groups,) or (P,)."""
         if not self.members:
             return each if self.values.ndim else each.sum().reshape(1)
@@ -291,7 +291,7 @@ def bind(
     if not bool(torch.isfinite(torch.as_tensor(mean)).all()):
         raise NumericalError("the prior mean holds NaN or infinity; expected finite numbers.")
     prior = BoundPrior(given, selection, values, like, members, mean)
-    return replace(prior, counts=prior.summed(like.new_ones(()).expand(size)).contiguous())
+    return replace(prior, counts=prior.sum_groups(like.new_ones(()).expand(size)).contiguous())
 
 
 def _in_order(precisions: Mapping[str, float], names: tuple[str, ...], like: Tensor) -> Tensor:

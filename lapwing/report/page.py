@@ -31,7 +31,7 @@ from lapwing.plots import (
     reliability_points,
     risk_of,
     separate,
-    thinned,
+    thin_rows,
     trace_with_steps,
 )
 from lapwing.predictives.base import NumberPredictive
@@ -383,7 +383,7 @@ def _reliability(each: Mapping[str, Any]) -> tuple[Picture, Any]:
 
 def _risk(each: Mapping[str, Any]) -> tuple[Picture, Any]:
     curves = {name: risk_of(found, None) for name, found in each.items()}
-    rows = thinned(len(curves["posterior"].risk), 100)
+    rows = thin_rows(len(curves["posterior"].risk), 100)
     half, full = ({n: f"{c.risk[(len(c.risk) - 1) // k].item():.3g}" for n, c in curves.items()} for k in (2, 1))
     caption = (
         "The error of the answers that remain if the most uncertain inputs are left unanswered. A good uncertainty "
@@ -408,7 +408,7 @@ def band_picture(posterior: Fitted, looked: UncertainInputs) -> tuple[Picture, A
     prediction = posterior.predict(inputs.reshape(-1, *looked.line[0].shape[1:]).to(posterior.network.device))
     if not isinstance(prediction, NumberPredictive):
         return None
-    chosen = thinned(len(x), 300)
+    chosen = thin_rows(len(x), 300)
     low, high = prediction.interval(0.95)
     widths = (high - low)[:, 0]
     ax = plots.band(prediction, inputs, data=(x[chosen], y[chosen]), ax=new_axis(size=SIZE))

@@ -116,7 +116,7 @@ class FixedPoint(TunerWithSettings):
         gammas, total = effective.by_precision, effective.total
         unseen = current.unseen_gamma()
         if unseen is not None:  # the stationary point of a bound is not that of the evidence
-            gammas, total = gammas + prior.summed(unseen).to(gammas), total + float(unseen.sum())
+            gammas, total = gammas + prior.sum_groups(unseen).to(gammas), total + float(unseen.sum())
         squares = prior.squares(current.centre)
         new = [(gammas.clamp_min(1e-12) / squares.clamp_min(1e-300)).log()]
         if noise:
@@ -216,7 +216,9 @@ class SampleEM(TunerWithSettings):
                 mode = solver(current.problem, theta)
                 theta, loss = mode.theta, mode.loss
             prior = current.problem.prior
-            gammas = torch.stack([prior.summed(row.to(prior.values)) for row in current.gamma_samples()])  # (K, groups)
+            gammas = torch.stack(
+                [prior.sum_groups(row.to(prior.values)) for row in current.gamma_samples()]
+            )  # (K, groups)
             updated = self._update(current, gammas.mean(0), theta, float(loss))
             change = _largest_change(current.problem, updated.problem)
             steps.append(_step(current.problem, gammas.sum(1, keepdim=True)))

@@ -267,8 +267,8 @@ def _solve(solver: ModeSolver, posterior: WeightPosterior, start: Tensor) -> Mod
 def _typical(posterior: WeightPosterior) -> Tensor:
     """Return for every precision the mean curvature H/φ of its weights."""
     prior, phi = posterior.problem.prior, posterior.problem.likelihood.dispersion
-    curvature = prior.summed(posterior.current.diagonal().detach().to(prior.values)) / phi.to(prior.values)
-    scale = prior.counts if prior.scale is None else prior.summed(prior.scale)
+    curvature = prior.sum_groups(posterior.current.diagonal().detach().to(prior.values)) / phi.to(prior.values)
+    scale = prior.counts if prior.scale is None else prior.sum_groups(prior.scale)
     return (curvature / scale).detach()
 
 

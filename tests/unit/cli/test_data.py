@@ -173,7 +173,7 @@ FORM = Form(2, torch.float32)
 def test_roles_are_found_or_given(
     roles: Roles, names: tuple[str, ...], columns: bool, inputs: tuple[str, ...], targets: tuple[str, ...]
 ) -> None:
-    assert roles.chosen(names, "the file", columns) == (inputs, targets)
+    assert roles.choose(names, "the file", columns) == (inputs, targets)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_names_that_are_not_clear_are_refused(
     roles: Roles, names: tuple[str, ...], columns: bool, message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        roles.chosen(names, "the file", columns)
+        roles.choose(names, "the file", columns)
 
 
 @pytest.fixture

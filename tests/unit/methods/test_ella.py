@@ -393,7 +393,7 @@ def bound(kind: str) -> Any:
         "isotropic": lw.isotropic(0.7), "per_layer": lw.per_layer(torch.tensor([0.3, 1.0, 4.0], dtype=D)),
         "diagonal": lw.priors.diagonal(torch.linspace(0.3, 2.0, P, dtype=D)), "g": lw.priors.g_prior(0.7),
     }[kind].bound(subspace_network().selection, subspace_network().theta())  # fmt: skip
-    return given.scaled(torch.linspace(0.5, 3.0, P, dtype=D)) if kind == "g" else given
+    return given.with_scale(torch.linspace(0.5, 3.0, P, dtype=D)) if kind == "g" else given
 
 
 def curvature() -> SubspaceCurvature:

@@ -74,7 +74,7 @@ def bound(kind: str, network: Network) -> Any:
         "isotropic": lw.isotropic(0.7), "per_layer": lw.per_layer(torch.linspace(0.3, 2.0, layers, dtype=D)),
         "diagonal": lw.priors.diagonal(torch.linspace(0.3, 2.0, size, dtype=D)), "g": lw.priors.g_prior(0.7),
     }[kind].bound(network.selection, network.theta())  # fmt: skip
-    return given.scaled(torch.linspace(0.5, 3.0, size, dtype=D)) if kind == "g" else given
+    return given.with_scale(torch.linspace(0.5, 3.0, size, dtype=D)) if kind == "g" else given
 
 
 def mix() -> Tensor:

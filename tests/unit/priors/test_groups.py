@@ -95,7 +95,7 @@ def test_a_group_for_each_pattern(selection: Selection, mean: float) -> None:
     assert_close(prior.logdet(), expected.log().sum())
     theta = torch.randn(selection.size, dtype=D)
     assert_close(prior.penalty(theta), ((theta - mean) ** 2 * expected).sum())
-    assert_close(prior.summed(theta), torch.stack([theta[expected == 5.0].sum(), theta[expected == 0.3].sum()]))
+    assert_close(prior.sum_groups(theta), torch.stack([theta[expected == 5.0].sum(), theta[expected == 0.3].sum()]))
 
 
 def test_gradients_reach_the_precisions_of_groups() -> None:

@@ -47,7 +47,7 @@ def prior(kind: str, network: Network) -> BoundPrior:
     if kind == "diagonal":
         return lw.priors.diagonal(spread).bound(network.selection, theta)
     scale = spread if kind == "g of single weights" else torch.full((size,), 2.5, dtype=D)
-    return lw.priors.g_prior(0.6).bound(network.selection, theta).scaled(scale)
+    return lw.priors.g_prior(0.6).bound(network.selection, theta).with_scale(scale)
 
 
 def jacobians(network: Network, name: str) -> tuple[LayerJacobians, LayerJacobians]:
@@ -119,7 +119,7 @@ def test_slopes_in_the_precisions(name: str, kind: str) -> None:
     one, other = rows(name)
     scale = torch.ones(len(given.vector), dtype=D) if given.scale is None else given.scale
     each = -((mixed @ other) * one).sum(0) * scale / given.vector.square()
-    assert_close(slope.reshape(-1), given.summed(each))
+    assert_close(slope.reshape(-1), given.sum_groups(each))
 
 
 @pytest.mark.parametrize("kind", KINDS)

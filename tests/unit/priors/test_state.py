@@ -71,7 +71,7 @@ def test_a_g_prior_keeps_the_curvature_it_has() -> None:
     net = network()
     prior = bound("GPrior", 0.0, net)
     assert prior.needs_curvature
-    scaled = prior.scaled(torch.linspace(1, 2, net.selection.size))
+    scaled = prior.with_scale(torch.linspace(1, 2, net.selection.size))
     assert not scaled.needs_curvature
     assert_same(class_named("GPrior").from_state(scaled.state(), net), scaled)
 
