@@ -26,7 +26,7 @@ from lapwing import metrics
 from lapwing.data.batches import Data
 from lapwing.demo.result import ExperimentReport, Result, Row, plain
 from lapwing.demo.training import best_seconds
-from lapwing.methods.hfl import PushedWeights, ResponsePosterior, averaged, fitted_scale, random_forces
+from lapwing.methods.hfl import PushedWeights, ResponsePosterior, fit_scale, push_of_average, random_forces
 from lapwing.methods.hfl_response import Responder
 
 IN_TABLE = ("NLL", "ECE", "MC NLL", "MC ECE", "accuracy", "OOD AUROC")
@@ -200,7 +200,7 @@ def _scores(beliefs: Beliefs, task: Task, settings: PushedImages, exact: Tensor)
 
 def _scale(posterior: Any, task: Task) -> float:
     """Return the scale of variances that ``HFL(calibration=...)`` would choose, for any posterior."""
-    return fitted_scale(posterior, Data(task.validation, CPU))
+    return fit_scale(posterior, Data(task.validation, CPU))
 
 
 def _times(posterior: lw.Fitted, factor: float) -> Beliefs:
@@ -254,7 +254,9 @@ def distance_from_limit(posterior: PushedWeights, responder: Responder, task: Ta
         force = random_forces(posterior.problem, data, count, torch.Generator().manual_seed(seed), root)
     else:
         inputs = [x for x, _ in task.data]
-        force = averaged(objective, inputs, posterior.variant == "absolute")(torch.zeros_like(objective.centre)[None])
+        force = push_of_average(objective, inputs, posterior.variant == "absolute")(
+            torch.zeros_like(objective.centre)[None]
+        )
     limit = responder.hessian.solve(force)
     gap = posterior.moved / posterior.strength[:, None] - limit
     squares = (gap * objective.hessian_product(gap)).sum(1) / (force * limit).sum(1)

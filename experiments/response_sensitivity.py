@@ -48,7 +48,7 @@ def _responder(problem: Problem, dtype: torch.dtype) -> tuple[Responder, Respons
         posterior.problem.network, posterior.problem.likelihood, posterior.problem.prior,
         Data([(problem.x, problem.y)], torch.device("cpu")), dtype,
     )  # fmt: skip
-    objective = start.recentred((exact.objective.centre - exact.objective.start).to(dtype))
+    objective = start.move_centre((exact.objective.centre - exact.objective.start).to(dtype))
     return Responder(objective, Hessian(objective), 1e-2), posterior
 
 

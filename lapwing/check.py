@@ -181,13 +181,13 @@ def check(
                 costs[name] = trials.with_times(methods[name], costs[name])
     return CheckReport(
         workload.weights, _outputs(network), str(network.dtype).removeprefix("torch."), tuple(layers), costs,
-        recommended(workload, device, Auto() if auto is None else auto, problem.likelihood.has_logits), workload,
+        recommend(workload, device, Auto() if auto is None else auto, problem.likelihood.has_logits), workload,
         scale_free_groups(network, inputs), network.count(inputs),
         tuple(name for name in methods if name not in costs), bool(to_time),
     )  # fmt: skip
 
 
-def recommended(workload: Workload, device: torch.device, auto: Auto, classes: bool) -> Choice:
+def recommend(workload: Workload, device: torch.device, auto: Auto, classes: bool) -> Choice:
     """Return what ``fit(..., method=auto)`` chooses for these data, if the prior precision is to be learned."""
     auto = replace(auto, gpu=auto.gpu or device.type == "cuda")
     return auto.choose(workload.weights, workload.rows, workload.single, True, workload, classes)

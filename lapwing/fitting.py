@@ -138,7 +138,7 @@ class FitInProgress:
             replace(self, model=model, method=method.method, is_default=False).run()
             for model in method.networks(self.model)
         ]
-        combined = method.combined([fitted.posterior for fitted in each])
+        combined = method.combine([fitted.posterior for fitted in each])
         return replace(each[0], posterior=combined, method=type(method).__name__)
 
 
@@ -175,7 +175,7 @@ def check_validation(run: FitInProgress) -> None:
     run.held_out.peek()
     for batch in run.held_out.batches("checking validation data", weighted=True):
         named_targets(run.problem.network, run.problem.likelihood, batch, run.held_out.name)
-    run.chosen = run.chosen.stopped_by(run.held_out)
+    run.chosen = run.chosen.with_early_stopping(run.held_out)
 
 
 def learn_needed_prior(run: FitInProgress) -> None:

@@ -196,7 +196,7 @@ def by_swag(
     positions = positions_of(model, candidates.selection)
     count_of(n, len(positions))  # refuse before the training
     settings = replace(swag or SWAG(), rank=2)  # deviations are not used
-    variances = settings.collected(problem, batches)[0].variance
+    variances = settings.collect(problem, batches)[0].variance
     return largest(variances[positions.to(variances.device)], positions, n)
 
 

@@ -132,7 +132,7 @@ class Trials:
         return slope * expected + once * (1.0 if same else self._seconds(cost.once) / self._seconds(short.cost.once))
 
     def _expected(self, form: Method, copies: int) -> Cost:
-        return form.cost(replace(self.workload, data=copies * self.count)) or Cost.refused("cost unknown")
+        return form.cost(replace(self.workload, data=copies * self.count)) or Cost.unsupported("cost unknown")
 
     def _seconds(self, work: Work) -> float:
         each = self.each

@@ -35,7 +35,7 @@ class Method(HasSettings):
         """Return the posterior after the pass over the data."""
         raise NotImplementedError
 
-    def stopped_by(self: M, validation: Data) -> M:
+    def with_early_stopping(self: M, validation: Data) -> M:
         """Return the method with these validation data, if it learns in steps and keeps the best state on them."""
         return self
 
@@ -65,7 +65,7 @@ class OverNetworks(Method):
         """Return all networks, first the model that ``fit`` was given; raise if there are not enough."""
         raise NotImplementedError
 
-    def combined(self, posteriors: Sequence[Posterior]) -> Posterior:
+    def combine(self, posteriors: Sequence[Posterior]) -> Posterior:
         """Return one posterior, given that of every network."""
         raise NotImplementedError
 

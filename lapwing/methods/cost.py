@@ -125,7 +125,7 @@ class BlockWork:
     opaque: bool = False  # without a rule: its Jacobian takes passes of its own
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether it is a linear map that is used at several positions."""
         return self.form is not None and self.positions > 1 and not self.lookup
 
@@ -143,13 +143,13 @@ class BlockWork:
     @property
     def gradient(self) -> int:
         """Numbers kept of the gradient of one output: the two factors of a linear map, or the row itself if shared."""
-        return self.size if self.form is None or self.shared else sum(self.ends)
+        return self.size if self.form is None or self.is_shared else sum(self.ends)
 
     def as_rows(self, seeds: int) -> bool:
         """Return whether its Jacobian is kept as rows of all entries; otherwise as the two ends of the linear map."""
-        return self.form is None or (self.shared and self.positions > seeds)
+        return self.form is None or (self.is_shared and self.positions > seeds)
 
-    def formed(self, seeds: int) -> int:
+    def kept_numbers(self, seeds: int) -> int:
         """Return the numbers kept of the gradients of all seeds for repeated products."""
         return seeds * self.size if self.as_rows(seeds) else self.ends[0] + seeds * self.ends[1]
 
@@ -163,17 +163,17 @@ class BlockWork:
 
     def whole(self, seeds: int) -> int:
         """Return the multiplications that form the gradients of all seeds."""
-        return seeds * self.product if self.shared else 0
+        return seeds * self.product if self.is_shared else 0
 
     def squares(self, seeds: int) -> int:
         """Return the multiplications that sum the squared gradients of all seeds."""
-        if self.shared and not self.closed:
+        if self.is_shared and not self.closed:
             return self.whole(seeds)
         return self.product
 
     def quadratic(self, outputs: int) -> int:
         """Return the multiplications of J D Jᵀ for all outputs of one datum, with a diagonal D."""
-        if self.shared or self.form is None:
+        if self.is_shared or self.form is None:
             return outputs**2 * self.size + self.whole(outputs)
         return self.product + outputs**2 * self.ends[1]
 
@@ -199,7 +199,7 @@ class KroneckerWork:
                 inp = counts if block.lookup else FactorWork.of("input", d_in, uses, HALVES * uses, *kept)
                 rows = uses * (d_out if block.closed else seeds)
                 # Only half of a matrix is summed, except over positions that lie apart in memory.
-                summed = (1.0 if block.shared else HALVES) * uses * seeds
+                summed = (1.0 if block.is_shared else HALVES) * uses * seeds
                 factors.append((block, groups, inp, FactorWork.of("output", d_out, rows, summed, *kept)))
         return factors
 
@@ -239,7 +239,7 @@ class KroneckerWork:
         others = sum(size**3 for size in self._others if size <= self.full_limit) / 3
         return sum(groups * (inp.cubes + out.cubes) for _, groups, inp, out in self.factors) + others
 
-    def rotated(self, seeds: int, closed: bool = False) -> int:
+    def rotation(self, seeds: int, closed: bool = False) -> int:
         """Return the multiplications that rotate the gradients of a datum into the eigenbases.
 
         ``closed`` takes the closed form of the last layer.
@@ -384,7 +384,7 @@ class Workload:
 
     def _formed_bytes(self, samples: int, seeds: int) -> int:
         """Return the bytes of the largest Jacobian of one layer that is formed, for a few samples at a time."""
-        sizes = [self.itemsize * seeds * block.size for block in self.blocks if block.shared]
+        sizes = [self.itemsize * seeds * block.size for block in self.blocks if block.is_shared]
         if self.device.type == "cpu":  # larger ones are formed in pieces that stay in the cache
             sizes = [size for size in sizes if size <= NEAR]
         each = max(sizes, default=0)
@@ -429,7 +429,7 @@ class Workload:
         """Return the multiplications that form the Jacobian itself, of the chosen weights alone."""
         return sum(block.whole(seeds) for block in self.blocks) * self.weights / sum(b.size for b in self.blocks)
 
-    def predicted(self, covariance: Work) -> Work:
+    def prediction(self, covariance: Work) -> Work:
         """Return the work of a prediction, in which the covariance of the outputs takes this beside their Jacobians.
 
         Many outputs are predicted from drawn functions instead, with a forward pass for each.
@@ -454,17 +454,17 @@ class Workload:
     @property
     def kept(self) -> int:
         """Bytes of the gradients of all data, if they are kept between products; otherwise zero."""
-        size = self.itemsize * self.data * sum(block.formed(self.outputs) for block in self.blocks)
+        size = self.itemsize * self.data * sum(block.kept_numbers(self.outputs) for block in self.blocks)
         return size if size <= CACHE * budget(self.device) else 0
 
-    def repeated(self, vectors: int, times: int) -> float:
+    def repeated_products(self, vectors: int, times: int) -> float:
         """Return the multiplications of Jᵀ J v for so many vectors v in so many passes; gradients that fit are kept."""
         formed = sum(block.whole(self.outputs) for block in self.blocks)
         return (self.jacobians() + formed) * (1 if self.kept else 1 + times) + self.products(vectors)
 
     def low_rank(self, rank: int) -> Work:
         """Return the work of a prediction from the prior and so many directions."""
-        return self.predicted(Work(products=self.quadratic + self.along(rank) + self.outputs * rank**2 / 2))
+        return self.prediction(Work(products=self.quadratic + self.along(rank) + self.outputs * rank**2 / 2))
 
     def kernel(self, points: int) -> Work:
         """Return the work for the gradient of one output at each of ``points`` inputs, and for their kernel."""
@@ -504,11 +504,11 @@ class Cost:
     predict_seconds: float | None = None  # of the batch, after timing it
 
     @classmethod
-    def refused(cls, note: str) -> Cost:
+    def unsupported(cls, note: str) -> Cost:
         """Return the cost of a method that does not take this problem, with the reason."""
         return cls(0, 0.0, note, supported=False)
 
-    def repeated(self, count: int, note: str) -> Cost:
+    def times(self, count: int, note: str) -> Cost:
         """Return the cost of the same method for ``count`` networks, fitted one after another and all kept."""
         if not self.supported:
             return self

@@ -57,7 +57,7 @@ class Diagonal(SumsData, Method):
 
     def cost(self, workload: Workload) -> Cost:
         workload, size = workload.with_curvature(self.curvature, self.draws), workload.weights
-        fit, predict = Work(workload.blockwise + workload.squares), workload.predicted(Work(workload.quadratic))
+        fit, predict = Work(workload.blockwise + workload.squares), workload.prediction(Work(workload.quadratic))
         peak = workload.jacobian_bytes(formed=True, streams=True) + 8 * size
         return workload.cost(workload.itemsize * size, peak, fit, predict)
 

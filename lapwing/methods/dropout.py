@@ -64,7 +64,7 @@ class MCDropout(Method):
 
     def cost(self, workload: Workload) -> Cost:
         if not workload.dropout:
-            return Cost.refused("the model has no dropout layer")
+            return Cost.unsupported("the model has no dropout layer")
         peak = workload.activations + workload.itemsize * workload.parameters
         return workload.cost(0, peak, Work(workload.forward), Work(self.samples * workload.forward))
 

@@ -72,13 +72,13 @@ class EKron(Method):
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:
-            return Cost.refused("single weights have no Kronecker structure")
+            return Cost.unsupported("single weights have no Kronecker structure")
         workload = workload.with_curvature(self.curvature, self.draws)
         factors = KroneckerWork(workload, self.full_limit, self.factor_limit)
         diagonals = 8 * workload.weights  # in float64
         peak = workload.jacobian_bytes(formed=True, streams=True) + factors.nbytes + diagonals
-        corrected = factors.rotated(workload.seeds, closed=True) + workload.squares
+        corrected = factors.rotation(workload.seeds, closed=True) + workload.squares
         fit = Work(2 * workload.blockwise + factors.sums + corrected)
-        predict = workload.predicted(Work(factors.rotated(workload.outputs) + workload.quadratic))
+        predict = workload.prediction(Work(factors.rotation(workload.outputs) + workload.quadratic))
         note = "; ".join(filter(None, ("two passes", factors.note)))
         return workload.cost(factors.basis_bytes, peak, fit, predict, factors.once, note)

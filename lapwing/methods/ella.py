@@ -103,7 +103,7 @@ class ELLA(Method):
         size, note = workload.weights, f"rank {rank}, {points} landmarks"
         once = workload.kernel(points) + Work(products=rank * points * workload.gradient, cubes=points**3)
         fit = Work(workload.jacobians() + workload.along(rank))
-        predict = workload.predicted(Work(workload.along(rank)))
+        predict = workload.prediction(Work(workload.along(rank)))
         stored = 8 * rank * (size + rank)
         peak = workload.jacobian_bytes() + 8 * (points * workload.gradient + 3 * points**2)
         return workload.cost(stored, peak, fit, predict, once, note)

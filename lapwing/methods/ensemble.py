@@ -69,7 +69,7 @@ class Ensemble(Method):
     members: int = setting(5, integer(2))
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its spread is that of several trainings",
-        small=lambda model: {"": Ensemble(models=[renewed(model, 1)])},
+        small=lambda model: {"": Ensemble(models=[reinitialise(model, 1)])},
     )
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> MembersPosterior:
@@ -78,7 +78,7 @@ class Ensemble(Method):
         if self.train is not None:
             first = generator.initial_seed() if generator is not None else 0
             for seed in range(first + 1, first + self.members - len(models) + 1):
-                models.append(self.train(renewed(network.model, seed), seed))
+                models.append(self.train(reinitialise(network.model, seed), seed))
         if len(models) < 2:
             raise UnsupportedError(
                 "Ensemble() has one network; expected others: models=[...], or train=... to make them."
@@ -144,7 +144,7 @@ class Networks(Members):
         return torch.stack(outputs)
 
 
-def renewed(model: nn.Module, seed: int) -> nn.Module:
+def reinitialise(model: nn.Module, seed: int) -> nn.Module:
     """Return a copy with new random weights, drawn by ``reset_parameters`` of each module; frozen weights are kept."""
     copied = copy.deepcopy(model)
     without = []

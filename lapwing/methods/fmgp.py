@@ -131,7 +131,7 @@ class Units:
         usual = spread[varies].square().mean().sqrt() if bool(varies.any()) else torch.ones_like(spread[0])
         return cls(centre, torch.where(varies, spread, usual), varies)
 
-    def measured(self, table: FeatureTable) -> FeatureTable:
+    def standardise(self, table: FeatureTable) -> FeatureTable:
         """Return the table with its features in these units."""
         return replace(table, u=(table.u - self.centre) / self.size)
 
@@ -272,7 +272,7 @@ class FunctionPosterior(Posterior):
         count, means = network.count(x), []
         each = 8 * (classes * (3 * len(self.points) + 3 * classes) + 3 * self.points.shape[1])
 
-        def computed(compute: Any) -> Iterator[Tensor]:
+        def in_parts(compute: Any) -> Iterator[Tensor]:
             for part in runs(count, each, network.device):
                 some = None if outputs is None else outputs.samples(part)
                 with torch.no_grad():
@@ -292,7 +292,7 @@ class FunctionPosterior(Posterior):
             return (prior if some is None else some.of(prior)) - rows.square().sum(-1)
 
         wide = (classes if outputs is None else outputs.shape((classes,))[-1]) > WIDE
-        whole = lambda compute: gathered(computed(compute), count)
+        whole = lambda compute: gathered(in_parts(compute), count)
         first = whole(variance if wide else covariance)
         mean = gathered(means[:], count)
         covariances = Deferred(lambda: first, lambda: whole(covariance)) if wide else first
@@ -389,7 +389,7 @@ class KernelState:
         tensors = [self.kernel.log_lengths, self.kernel.mixing, self.points, self.mean]
         return tensors if self.log_noise is None else [*tensors, self.log_noise]
 
-    def copied(self) -> KernelState:
+    def copy(self) -> KernelState:
         """Return a copy that later steps do not change."""
         copy = lambda t: t.detach().clone()
         kernel = FreeKernel(self.kernel.kind, copy(self.kernel.log_lengths), copy(self.kernel.mixing))
@@ -400,7 +400,7 @@ class KernelState:
         """Return W (M, M) with W Wᵀ = K_Z⁻¹; ``inducing`` is in these coordinates, so the jitter must not change."""
         return smooth_whitening(self.kernel.points(self.points, self.numbers), jitter=1e-6)
 
-    def whitened(self, table: FeatureTable, white: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def whiten(self, table: FeatureTable, white: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the prior covariance (B, C, C) and the whitened rows (B, C, M) of some data."""
         rows = self.kernel.between(table.u, self.points, self.numbers) @ (self.whitening() if white is None else white)
         return self.kernel.marginal(table.u), rows
@@ -477,7 +477,7 @@ class Learning:
         total, patience = self.settings.steps, self.settings.patience
         stopping = None
         if self.held_out is not None:
-            look = lambda: (self.held_out_score(), self.state.copied())
+            look = lambda: (self.held_out_score(), self.state.copy())
             stopping = EarlyStopping(look, max(1, total // 20), patience)
         bar, steps = ProgressBar(range(total), "fixed-mean process", progress), []
         with torch.inference_mode(False), torch.enable_grad():
@@ -492,7 +492,7 @@ class Learning:
                 bar.show(objective=value, KL=float(self.state.inducing.divergence()))
                 if stopping is not None and stopping.should_stop(step):
                     break
-        return self.state.copied() if stopping is None else stopping.best_state, tuple(steps)
+        return self.state.copy() if stopping is None else stopping.best_state, tuple(steps)
 
     def _optimiser(self) -> torch.optim.Optimizer:
         """Return Adam, with a step for the mixing matrix that is proportional to its size."""
@@ -516,7 +516,7 @@ class Learning:
         value, information = 0.0, torch.zeros(()).to(state.mean)
         for some in self._parts(len(batch)):
             part = batch.rows(some)
-            prior, rows = state.whitened(part, white)
+            prior, rows = state.whiten(part, white)
             cov = state.inducing.posterior_cov(prior, rows)
             second = rows @ state.mean + self.shift  # the mean of the second process
             fixed = cov.detach().requires_grad_()
@@ -547,7 +547,7 @@ class Learning:
             total, white = 0.0, self.state.whitening()
             for some in self._parts(len(self.held_out)):
                 part = self.held_out.rows(some)
-                cov = self.state.inducing.posterior_cov(*self.state.whitened(part, white))
+                cov = self.state.inducing.posterior_cov(*self.state.whiten(part, white))
                 belief = FunctionGaussian(part.f, cov)
                 total += float(self.state.likelihood(self.given).predict(belief).log_prob(part.y).sum())
             return total / len(self.held_out)
@@ -605,7 +605,7 @@ class FMGP(Method):
         small=lambda model: {"": FMGP(num_inducing=3, steps=2)},
     )
 
-    def stopped_by(self, validation: Data) -> FMGP:
+    def with_early_stopping(self, validation: Data) -> FMGP:
         """Return the method with validation data."""
         return with_validation(self, validation)
 
@@ -628,8 +628,8 @@ class FMGP(Method):
         if self.validation is not None:
             rows, _ = FeatureTable.read(problem.likelihood, sight, self.validation)
             refuse_ignored(problem.likelihood, rows.y, "validation targets")
-            held_out = units.measured(rows)
-        table = units.measured(table)
+            held_out = units.standardise(rows)
+        table = units.standardise(table)
         # A length-scale would otherwise be learned for the rounding in constant columns.
         table = replace(table, u=torch.where(units.varies, table.u, 0))
         state = KernelState.initial(kind, problem.likelihood, table, units.varies, self.num_inducing, generator)
@@ -638,7 +638,7 @@ class FMGP(Method):
 
     def cost(self, workload: Workload) -> Cost:
         if len(workload.output_shape) > 1:
-            return Cost.refused("outputs for each token: use Kron")
+            return Cost.unsupported("outputs for each token: use Kron")
         linear = [block.form for block in workload.blocks if block.form is not None]
         by_features = self.kernel == "features" or (self.kernel is None and workload.outputs > 1)
         dimensions = linear[-1][2] if by_features and linear else workload.input_size

@@ -81,7 +81,7 @@ class Full(SumsData, Method):
     def cost(self, workload: Workload) -> Cost:
         size, most = workload.weights, self._most(workload.device)
         if size > most:
-            return Cost.refused(f"over {most} weights: choose fewer")
+            return Cost.unsupported(f"over {most} weights: choose fewer")
         workload = workload.with_curvature(self.curvature, self.draws)
         if workload.lone_head:
             fit, covariance = Work(workload.blockwise, 0.4 * size**2), Work(products=0.5 * size**2)
@@ -90,7 +90,7 @@ class Full(SumsData, Method):
             fit = Work(formed, HALVES * workload.seeds * size**2)
             covariance = Work(workload.whole(workload.outputs), 0.5 * workload.outputs * size**2)
         peak, once = workload.jacobian_bytes() + 16 * size**2, Work(cubes=size**3 / 3)
-        return workload.cost(8 * size**2, peak, fit, workload.predicted(covariance), once)
+        return workload.cost(8 * size**2, peak, fit, workload.prediction(covariance), once)
 
     @classmethod
     def offer(cls, requirements: Requirements) -> Offer:

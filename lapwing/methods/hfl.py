@@ -90,7 +90,7 @@ class ResponsePosterior(Posterior):
         network = self.problem.network
         f = network(x).to(network.dtype)
         f = f if outputs is None else outputs.of(f)
-        cov = self.respond(x, joint, outputs).checked(self.responder.tolerance, self.drift).cov
+        cov = self.respond(x, joint, outputs).require_convergence(self.responder.tolerance, self.drift).cov
         if joint:
             cov = cov.reshape(f.numel(), f.numel())
             return FunctionGaussian.across(f, 0.5 * (cov + cov.mT))
@@ -112,7 +112,7 @@ class ResponsePosterior(Posterior):
         count = places.numel()
         respond = lambda run: self._respond(x, shape, chosen, places, run, joint)
         each = PUSHES * objective.centre.nbytes
-        return Response.joined([respond(run) for run in runs(count, each, device, 2 * PIECE)])
+        return Response.concat([respond(run) for run in runs(count, each, device, 2 * PIECE)])
 
     def _respond(
         self, x: Inputs, shape: tuple[int, ...], chosen: ChosenOutputs, places: Tensor, run: slice, joint: bool
@@ -139,7 +139,7 @@ class ResponsePosterior(Posterior):
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Return the variance of a scalar function of the weights by name, or of the outputs at x, by pushing it."""
-        response = self.respond_to(function, x).checked(self.responder.tolerance, self.drift)
+        response = self.respond_to(function, x).require_convergence(self.responder.tolerance, self.drift)
         return response.cov.reshape(())
 
     @outside_inference
@@ -197,7 +197,7 @@ class LinearisedResponse(Linearised):
             raise UnsupportedError("HFL(mode='linearised') keeps no curvature, and g_prior() needs one; use Full().")
         return replace(self, problem=problem)
 
-    def solved(self, rows: Tensor) -> Solution:
+    def solve(self, rows: Tensor) -> Solution:
         """Return Λ⁻¹ times every row (K, P), with residuals.
 
         Works in units of the prior, where Λ is at least one and most directions converge at once: a residual r then
@@ -241,7 +241,7 @@ class LinearisedResponse(Linearised):
         total = torch.empty(count, size, count, size, dtype=torch.float64, device=f.device)
         for (samples, run), rows in jacobian_pieces(network, x, pieces, outputs):
             exact = rows.double()
-            for part, solved in self._solved_rows(exact):
+            for part, solved in self._solve_rows(exact):
                 number = torch.arange(part.start, part.stop, device=f.device)
                 sample, output = samples.start + number // rows.outputs, run.start + number % rows.outputs
                 again = jacobian_pieces(network, x, pieces, outputs) if len(pieces) > 1 else ((pieces[0], rows),)
@@ -254,7 +254,7 @@ class LinearisedResponse(Linearised):
     def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
         exact = jacobian.double()
         second = exact if other is None else other.double()
-        rows = (second.jvp(solved).flatten(1) for _, solved in self._solved_rows(exact))
+        rows = (second.jvp(solved).flatten(1) for _, solved in self._solve_rows(exact))
         cov = gathered(rows, exact.batch * exact.outputs)
         return cov if other is not None else 0.5 * (cov + cov.mT)
 
@@ -262,7 +262,7 @@ class LinearisedResponse(Linearised):
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C); only rows that are solved for together are in memory."""
         exact, classes = jacobian.double(), jacobian.outputs // jacobian.tokens
         rows = []
-        for part, solved in self._solved_rows(exact):
+        for part, solved in self._solve_rows(exact):
             number = torch.arange(part.start, part.stop, device=solved.device)
             products = exact.jvp(solved)[number - part.start, number // jacobian.outputs]  # with outputs of its sample
             token = number % jacobian.outputs // classes
@@ -270,19 +270,19 @@ class LinearisedResponse(Linearised):
         cov = torch.cat(rows).reshape(jacobian.batch, jacobian.tokens, classes, classes)
         return (0.5 * (cov + cov.mT)).to(jacobian.dtype)
 
-    def _solved_rows(self, jacobian: LayerJacobians) -> Iterator[tuple[slice, Tensor]]:
+    def _solve_rows(self, jacobian: LayerJacobians) -> Iterator[tuple[slice, Tensor]]:
         """Yield Λ⁻¹ Jᵀ in runs of the B K rows of J that fit the byte budget, (run, P), in float64."""
         count, size = jacobian.batch * jacobian.outputs, len(self.theta)
         for run in runs(count, 8 * VECTORS * size, self.theta.device, most=ROWS):
             seeds = torch.zeros(run.stop - run.start, count, dtype=torch.float64, device=self.theta.device)
             seeds.diagonal(run.start).fill_(1)
             rows = jacobian.vjp(seeds.unflatten(1, (jacobian.batch, jacobian.outputs)))
-            yield run, self.solved(rows).x
+            yield run, self.solve(rows).x
 
     def variance_of(self, function: Functional, x: Inputs | None = None) -> Tensor:
         """Return the variance of a scalar function of the weights by name, or of the outputs at x, to first order."""
         slope = weight_slope(self.problem.network, function, x).double()
-        return self.solved(slope.unsqueeze(0)).x[0] @ slope
+        return self.solve(slope.unsqueeze(0)).x[0] @ slope
 
 
 VARIANTS = ("mean", "absolute", "random")
@@ -291,9 +291,9 @@ EVALUATED = 256  # training inputs that are averaged in every step of Adam, if n
 SCALES = (-12, 20)  # range of the log-scale that calibration searches
 
 
-def evaluation_batches(given: Any, objective: Objective, data: Data, few: bool) -> list[Inputs]:
-    """Return the batches of inputs to average over: those given, else the training inputs (``few``: some of them)."""
-    if given is None and few:
+def evaluation_batches(given: Any, objective: Objective, data: Data, subsample: bool) -> list[Inputs]:
+    """Return the batches of inputs to average over: those given, else the training inputs, or a subsample of them."""
+    if given is None and subsample:
         return [Pool.draw(data, EVALUATED, torch.Generator().manual_seed(0)).inputs]
     if given is None:
         return [batch.inputs for batch in data.batches("evaluation")]
@@ -321,7 +321,7 @@ def _check_evaluation(objective: Objective, batches: list[Inputs]) -> None:
         check_finite(f, "outputs of the network at the evaluation inputs")
 
 
-def averaged(objective: Objective, batches: list[Inputs], absolute: bool) -> Push:
+def push_of_average(objective: Objective, batches: list[Inputs], absolute: bool) -> Push:
     """Return the gradient of the average over inputs of Σ_c f_c, or of Σ_c |f_c|, as a function of d (K, P)."""
     parts = [objective.cast(part) for part in batches]
     sizes = [objective.network.count(part) for part in batches]
@@ -421,7 +421,7 @@ class PushedWeights(Posterior):
         return cls(problem, **fields)
 
 
-def fitted_scale(posterior: PushedWeights, data: Data) -> float:
+def fit_scale(posterior: PushedWeights, data: Data) -> float:
     """Return the factor on the variances that maximises the likelihood of held-out data.
 
     A grid on the log-scale, then golden-section search. Cost: one prediction of the data.
@@ -460,9 +460,9 @@ def fitted_scale(posterior: PushedWeights, data: Data) -> float:
     return math.exp(0.5 * (low + high))
 
 
-def calibrated(posterior: PushedWeights, data: Data) -> PushedWeights:
+def calibrate(posterior: PushedWeights, data: Data) -> PushedWeights:
     """Return the posterior with its scale fitted on held-out data, and a finding if the search reached an edge."""
-    scale = fitted_scale(posterior, data)
+    scale = fit_scale(posterior, data)
     reason = ""
     if math.log(scale) <= SCALES[0] + 0.5:
         reason = "variances of zero: the network is calibrated, or too uncertain, without them"
@@ -585,7 +585,7 @@ class HFL(Method):
         if problem.prior.needs_curvature:
             raise UnsupportedError("HFL() forms no curvature, and g_prior() needs one; use Kron() or Full().")
         if self.mode == "linearised":
-            return self._linearised(problem, data)
+            return self._fit_linearised(problem, data)
         generator = generator_or_default(generator)
         network = problem.network
         statistics = summed_loss(network, problem.likelihood, data)
@@ -599,7 +599,8 @@ class HFL(Method):
         """Return the cost of two Newton steps and the Hessian at their end: two gradients for each product with it."""
         size, data, wide = workload.weights, workload.data, 8 * workload.weights
         if self.mode == "linearised":
-            fit, predict = Work(workload.repeated(0, 1)), Work(ITERATIONS * data * workload.products(workload.outputs))
+            fit = Work(workload.repeated_products(0, 1))
+            predict = Work(ITERATIONS * data * workload.products(workload.outputs))
             note = "at every prediction one linear system for each output"
             return workload.cost(wide + workload.kept, workload.jacobian_bytes(), fit, predict, note=note)
         if self._uses_adam(size):
@@ -617,7 +618,7 @@ class HFL(Method):
         """Return None: it takes only weights at a minimum, and how long it takes depends on how near they are."""
         return
 
-    def _linearised(self, problem: Problem, data: Data) -> LinearisedResponse:
+    def _fit_linearised(self, problem: Problem, data: Data) -> LinearisedResponse:
         network = problem.network
         design = NetworkDesign.build(network, problem.likelihood, data)
         refuse_reordered(design)
@@ -654,7 +655,7 @@ class HFL(Method):
             )
         if distance > self.drift:
             raise NumericalError(far_from_minimum(distance, self.drift))
-        centred = objective.recentred(minimum)
+        centred = objective.move_centre(minimum)
         tolerance = self.tolerance or TOLERANCE[objective.dtype]
         return Responder(centred, Hessian(centred), tolerance), distance_finding(distance)
 
@@ -673,7 +674,7 @@ class HFL(Method):
             response = responder.respond_alike(push, count, tolerance)
         else:
             response = responder.respond(push, lambda d: d, count, self.lam)
-        response = response.checked(tolerance, self.drift)
+        response = response.require_convergence(tolerance, self.drift)
         # Half the difference between both pushes, in which drift cancels.
         displacements = response.cov * response.strength[:, None]
         findings = (*findings, *distance_finding(float(response.drift.max()), TWIN))
@@ -682,7 +683,7 @@ class HFL(Method):
         )
         if self.calibration is None:
             return posterior
-        return calibrated(
+        return calibrate(
             posterior, problem.network.reading(self.calibration, "calibration", target_key=data.target_key)
         )
 
@@ -694,5 +695,5 @@ class HFL(Method):
         if variant == "random":
             force = random_forces(problem, data, self.pushes, generator, responder.root).to(objective.centre)
             return (lambda d: force), self.pushes
-        batches = evaluation_batches(self.evaluation, objective, data, few=self._uses_adam(objective.size))
-        return averaged(objective, batches, variant == "absolute"), 1
+        batches = evaluation_batches(self.evaluation, objective, data, subsample=self._uses_adam(objective.size))
+        return push_of_average(objective, batches, variant == "absolute"), 1

@@ -92,7 +92,7 @@ class Objective:
         steps = self.network.selection.split(d + (self.centre - self.start))
         return tensors | {name: tensors[name] + step for name, step in steps.items()}
 
-    def recentred(self, d: Tensor) -> Objective:
+    def move_centre(self, d: Tensor) -> Objective:
         """Return the objective with its centre moved by d (P,)."""
         return replace(self, centre=self.centre + d)
 
@@ -194,7 +194,7 @@ class Hessian:
     flat: float = FLAT
 
     @property
-    def formed(self) -> bool:
+    def is_formed(self) -> bool:
         """Whether the matrix is formed; otherwise products with it are used."""
         return self.objective.size <= DENSE
 
@@ -204,7 +204,7 @@ class Hessian:
 
     @cached_property
     def _matrix(self) -> Tensor | None:
-        if not self.formed:
+        if not self.is_formed:
             return None
         eye = torch.eye(self.objective.size, dtype=self.objective.dtype, device=self.objective.centre.device)
         matrix = self.objective.hessian_product(eye).double()
@@ -252,7 +252,7 @@ class Hessian:
 def nearest_minimum(objective: Objective) -> tuple[Tensor, list[float]]:
     """Return the step (P,) from the weights to the minimum they belong to, and the Newton decrements on the way."""
     start = torch.zeros_like(objective.centre)
-    solve = lambda d, rows: Hessian(objective.recentred(d), NEAR).solve(rows)
+    solve = lambda d, rows: Hessian(objective.move_centre(d), NEAR).solve(rows)
     tolerance = 1e-18 if objective.dtype == torch.float64 else 1e-9
     return newton(objective.gradient, solve, objective.value, start, tolerance=tolerance)
 
@@ -275,7 +275,7 @@ def distance_in_words(objective: Objective) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Pushed:
+class PushedMinima:
     """Perturbed minima d (K, P), with ∇U(d_k) = λ_k ∇g_k(d_k) up to the relative residual of each row."""
 
     d: Tensor
@@ -284,16 +284,16 @@ class Pushed:
     steps: int
 
 
-def pushed(
+def push_minima(
     gradient: Rows, push: Rows, solve: Rows, strength: Tensor, start: Tensor, *, tolerance: float, max_steps: int = 50
-) -> Pushed:
+) -> PushedMinima:
     """Minimise U - λ_k g_k for every row k, with steps H⁻¹ (λ ∇g - ∇U) and the Hessian H at the start.
 
     ``gradient`` returns ∇U at each row, ``push`` returns ∇g_k at row k, ``solve`` applies H⁻¹ and ``strength`` is λ
     (K,). For small λ each step reduces the error, in the metric of H, and the residual, in the metric of H⁻¹, by a
     factor of about λ. Rows that stop improving keep their best iterate; their residual says how good it is.
 
-    >>> minima = pushed(lambda d: 2 * d, torch.ones_like, lambda r: r / 2, torch.tensor([3.0]), torch.zeros(1, 1),
+    >>> minima = push_minima(lambda d: 2 * d, torch.ones_like, lambda r: r / 2, torch.tensor([3.0]), torch.zeros(1, 1),
     ...                 tolerance=1e-6)
     >>> minima.d, minima.steps
     (tensor([[1.5000]]), 1)
@@ -317,7 +317,7 @@ def pushed(
         d = torch.where(going.unsqueeze(1), d + more, kept)
     slopes = push(kept)
     rest, response = (slopes * ahead).sum(1).abs(), (slopes * (kept - start)).sum(1).abs()
-    return Pushed(kept, best, rest / (response + rest).clamp_min(tiny), step)
+    return PushedMinima(kept, best, rest / (response + rest).clamp_min(tiny), step)
 
 
 def newton(
@@ -378,7 +378,7 @@ class Response:
     steps: int
 
     @classmethod
-    def joined(cls, parts: Sequence[Response]) -> Response:
+    def concat(cls, parts: Sequence[Response]) -> Response:
         """Return the responses of several runs of pushes as one; the steps are those of the longest run."""
         if len(parts) == 1:
             return parts[0]
@@ -386,7 +386,7 @@ class Response:
         tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         return cls(**tensors, steps=max(part.steps for part in parts))
 
-    def checked(self, tolerance: float, drift: float = math.inf) -> Response:
+    def require_convergence(self, tolerance: float, drift: float = math.inf) -> Response:
         """Return the response itself; raise if it has not converged, is bent, or drifted further than ``drift``.
 
         An infinite tolerance accepts every finite response, without the checks of bend and drift.
@@ -543,7 +543,7 @@ class Responder:
                 f"deviation ({float(first.min().sqrt()):.2g}), with a tolerance of {self.tolerance:g}. Give a larger "
                 "tolerance, or HFL(dtype=torch.float64) if the dtype is another."
             )
-        return self._refined(pushes, torch.minimum(lam, most), floor)
+        return self._halve_strengths(pushes, torch.minimum(lam, most), floor)
 
     def _first_order(self, pushes: Pushes) -> Tensor:
         """Return ∇gᵀ H⁻¹ ∇g, (K,); raise if it is negative or due to flat directions.
@@ -569,7 +569,7 @@ class Responder:
             )
         return torch.where(depends, first, first.max() if bool(depends.any()) else 1.0)
 
-    def _refined(self, pushes: Pushes, lam: Tensor, floor: Tensor) -> Response:
+    def _halve_strengths(self, pushes: Pushes, lam: Tensor, floor: Tensor) -> Response:
         """Halve λ for every push until two estimates agree."""
         response = self.at(pushes, lam)
         cov, steps, change = response.cov, response.steps, torch.full_like(lam, torch.inf)
@@ -591,7 +591,7 @@ class Responder:
         both = torch.cat([lam, -lam])
         twice = lambda d: torch.cat([pushes.push(half) for half in d.chunk(2)])
         inner = max(1e-2 * self.goal, 30 * torch.finfo(lam.dtype).eps / float(lam.min()) ** 0.5)
-        ends = pushed(
+        ends = push_minima(
             self.objective.gradient, twice, self.hessian.solve, both, torch.cat([pushes.start, pushes.start]),
             tolerance=min(inner, self.goal), max_steps=self.max_steps,
         )  # fmt: skip
@@ -666,9 +666,9 @@ class FineTuner:
             lam = 0.1 * torch.where(variance > 0, variance, 1.0).rsqrt().to(start)
         else:
             lam = torch.full_like(start[:, 0], strength)
-        up, down, _ = map(read, self._tuned(push, lam, max(1, self.steps // 2)))
+        up, down, _ = map(read, self._fine_tune(push, lam, max(1, self.steps // 2)))
         half = central_difference(up, down, lam)
-        up, down, twin = map(read, self._tuned(push, lam, self.steps))
+        up, down, twin = map(read, self._fine_tune(push, lam, self.steps))
         cov = central_difference(up, down, lam)
         whole, part = cov, half
         if value is None:  # the reading is the weights: compare the functions that were pushed
@@ -684,7 +684,7 @@ class FineTuner:
         """Return how the weights respond to ``count`` pushes, each with its λ."""
         return self.respond(push, lambda d: d, count)
 
-    def _tuned(self, push: Push, lam: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _fine_tune(self, push: Push, lam: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights after these steps, from the centre: pushed up (K, P), down (K, P), and the twin (1, P)."""
         objective, count = self.objective, len(lam)
         d = torch.zeros(2 * count + 1, objective.size).to(objective.centre)

@@ -344,20 +344,20 @@ class Anchors:
     @property
     def parts(self) -> Iterable[LayerJacobians]:
         """J_Z in float64, in chunks of anchors that fit the byte budget."""
-        return _Anew(self) if self._kept is None else self._kept
+        return _RecomputedRows(self) if self._kept is None else self._kept
 
     @cached_property
     def _kept(self) -> tuple[LayerJacobians, ...] | None:
         """All chunks, if they take at most half of the byte budget."""
         kept, left = [], budget(self.network.device) // 2
-        for part in _Anew(self):
+        for part in _RecomputedRows(self):
             kept.append(part)
             left -= part.nbytes
             if left < 0:
                 return None
         return tuple(kept)
 
-    def computed(self) -> Iterator[LayerJacobians]:
+    def compute(self) -> Iterator[LayerJacobians]:
         """Compute J_Z in chunks."""
         network = self.network
         each = 8 * COPIES * (network.footprint.width + network.footprint.whole)
@@ -405,13 +405,13 @@ class Anchors:
 
 
 @dataclass(frozen=True, eq=False)
-class _Anew:
+class _RecomputedRows:
     """The rows of anchors, computed whenever they are iterated over."""
 
     anchors: Anchors
 
     def __iter__(self) -> Iterator[LayerJacobians]:
-        return self.anchors.computed()
+        return self.anchors.compute()
 
 
 @dataclass(frozen=True, eq=False)
@@ -429,7 +429,7 @@ class Placement:
 
     def every_output(self) -> Anchors:
         """Return an anchor at every output of every input of the pool."""
-        return self._numbered(torch.arange(len(self.pool) * self.outputs))
+        return self._by_number(torch.arange(len(self.pool) * self.outputs))
 
     def landmarks(self, count: int) -> Anchors:
         """Return ``count`` anchors: a random output of every input, then a second one of every input, and so on."""
@@ -448,12 +448,12 @@ class Placement:
         if name in PIVOTS:
             total = len(self.pool) * self.outputs
             numbers = self._random(total).argsort()[: max(candidates, count)].cpu()
-            pivots = PIVOTS[name](checked(self._numbered(numbers).kernel(prior)), count)
-            return self._numbered(numbers[pivots.cpu()])
+            pivots = PIVOTS[name](checked(self._by_number(numbers).kernel(prior)), count)
+            return self._by_number(numbers[pivots.cpu()])
         outputs = torch.arange(count, device=self.network.device) % self.outputs  # in turn
         if name == "kmeans" and isinstance(self.pool.inputs, Tensor) and self.pool.inputs.is_floating_point():
             return self._centres(outputs.sort().values)
-        return self._drawn(outputs)
+        return self._random_inputs(outputs)
 
     def _centres(self, outputs: Tensor) -> Anchors:
         """Return centres of the inputs for each of these outputs; of the inputs of its class if targets are classes."""
@@ -461,7 +461,7 @@ class Placement:
         centres = centres_by_class(inputs.flatten(1), labels, outputs, self.generator)
         return Anchors(self.network, centres.reshape(-1, *inputs.shape[1:]), outputs)
 
-    def _drawn(self, outputs: Tensor) -> Anchors:
+    def _random_inputs(self, outputs: Tensor) -> Anchors:
         """Return anchors at random inputs, each at the output of its class if the targets are classes.
 
         If there are more anchors than inputs, all inputs come again with the next output, until no pair is left.
@@ -473,7 +473,7 @@ class Placement:
         first = outputs[place % size] if labels is None else labels.to(outputs.device)
         return self._at(index, (first + place // size) % self.outputs)
 
-    def _numbered(self, numbers: Tensor) -> Anchors:
+    def _by_number(self, numbers: Tensor) -> Anchors:
         """Return the anchors with these numbers: number i C + c is output c at input i of the pool."""
         return self._at(numbers // self.outputs, numbers % self.outputs)
 
@@ -548,14 +548,14 @@ class InducingPoints:
         spread = spread if z.ndim == 2 else spread.mean().expand_as(spread)
         return (spread if bool(spread.any()) else torch.ones_like(spread)).to(z)
 
-    def moved(self, moves: Tensor) -> Tensor:
+    def move(self, moves: Tensor) -> Tensor:
         """Return the inputs of the points after ``moves``, which are in units of their spread."""
         start = self.anchors.inputs.detach()
         return (start + self.unit * moves).to(start)
 
-    def copied(self, moves: Tensor | None) -> InducingPoints:
+    def snapshot(self, moves: Tensor | None) -> InducingPoints:
         """Return the points at their locations after these moves; further steps of the optimiser do not change them."""
-        anchors = self.anchors if moves is None else self.anchors.at(self.moved(moves.detach()))
+        anchors = self.anchors if moves is None else self.anchors.at(self.move(moves.detach()))
         log_noise = None if self.log_noise is None else self.log_noise.detach().clone()
         return replace(self, anchors=anchors, log_scale=self.log_scale.detach().clone(), log_noise=log_noise)
 

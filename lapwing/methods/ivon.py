@@ -185,7 +185,7 @@ class Training:
                 break
         self._refuse_diverged(summed / max(seen, 1), parameters)
         variance = torch.cat([self._variance(group) for group in optimiser.param_groups])
-        return self._ended(phi), torch.cat([p.detach() for p in parameters]) - origin, variance
+        return self._final_problem(phi), torch.cat([p.detach() for p in parameters]) - origin, variance
 
     @property
     def _centre(self) -> Tensor | float:
@@ -252,7 +252,7 @@ class Training:
                 "expected it to fall or to stay near. Lower learning_rate, or raise hess_init."
             )
 
-    def _ended(self, phi: float) -> Problem:
+    def _final_problem(self, phi: float) -> Problem:
         """Return the problem with the noise of the last epoch, and the prior that the weight decay stands for."""
         problem, network = self.problem, self.problem.network
         if problem.likelihood.learns_dispersion:

@@ -76,9 +76,9 @@ class KernelSpace(SumsData, Method):
     def cost(self, workload: Workload) -> Cost:
         rows, size = workload.rows, workload.weights
         if rows > self.limit:
-            return Cost.refused(f"{rows} rows, over {self.limit}: fewer data")
+            return Cost.unsupported(f"{rows} rows, over {self.limit}: fewer data")
         rank = min(rows, size)
-        fit = Work(workload.repeated(0, 1), workload.whole(workload.outputs))
+        fit = Work(workload.repeated_products(0, 1), workload.whole(workload.outputs))
         once = Work(products=rows * rank * size, cubes=2 * rows * rank * size + 9 * rank**3)
         predict = workload.low_rank(rank)
         peak = 8 * (rank * size + 2 * rows * rank) + workload.jacobian_bytes() + workload.kept

@@ -79,12 +79,12 @@ class Kron(SumsData, Method):
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:
-            return Cost.refused("single weights have no Kronecker structure")
+            return Cost.unsupported("single weights have no Kronecker structure")
         workload = workload.with_curvature(self.curvature, self.draws)
         factors = KroneckerWork(workload, self.full_limit, self.factor_limit)
         peak = workload.jacobian_bytes(streams=True) + factors.basis_bytes
         fit = Work(workload.blockwise + factors.sums)
-        predict = workload.predicted(Work(factors.rotated(workload.outputs) + workload.quadratic))
+        predict = workload.prediction(Work(factors.rotation(workload.outputs) + workload.quadratic))
         return workload.cost(factors.nbytes, peak, fit, predict, factors.once, factors.note)
 
     @classmethod

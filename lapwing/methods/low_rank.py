@@ -84,7 +84,7 @@ class LowRank(Method):
         rank = min(self.rank, size)
         basis = min(size, workload.rows, max(2 * rank, rank + OVERSAMPLE))
         times = -(-basis // self.block) + 3  # products that find the basis, look for copies, and check the operator
-        fit = Work(workload.repeated(0, times), workload.products(basis + self.block))
+        fit = Work(workload.repeated_products(0, times), workload.products(basis + self.block))
         once = Work(products=6 * basis**2 * size)
         peak = 8 * (basis + 4 * self.block) * size + workload.jacobian_bytes() + workload.kept
         return workload.cost(8 * rank * (size + 1), peak, fit, workload.low_rank(rank), once, f"rank {rank}")

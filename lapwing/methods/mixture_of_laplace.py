@@ -66,7 +66,7 @@ class MixtureOfLaplace(OverNetworks):
             )
         return networks
 
-    def combined(self, posteriors: Sequence[Posterior]) -> NetworksPosterior:
+    def combine(self, posteriors: Sequence[Posterior]) -> NetworksPosterior:
         shares = [1.0] * len(posteriors) if self.shares is None else [float(share) for share in self.shares]
         return NetworksPosterior.of(posteriors, [share / sum(shares) for share in shares])
 
@@ -74,8 +74,8 @@ class MixtureOfLaplace(OverNetworks):
         count = 1 + len(self.models) if self.models else 5
         cost = self.method.cost(workload)
         if cost is None:
-            return Cost.refused(f"{type(self.method).__name__} does not tell its cost")
-        return cost.repeated(count, f"{count} networks; their training is not counted")
+            return Cost.unsupported(f"{type(self.method).__name__} does not tell its cost")
+        return cost.times(count, f"{count} networks; their training is not counted")
 
     def trial(self, workload: Workload) -> None:
         """Return None: without its networks there is nothing to time."""

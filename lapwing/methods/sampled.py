@@ -126,7 +126,7 @@ class Sampled(Method):
         vectors = max(4 * self.width, int(GROWTH * workload.rows ** (1 / 3)))
         vectors = min(size, workload.rows + 2 * self.width, vectors)
         basis = min(BASIS, vectors)
-        fit = Work(workload.repeated(vectors, -(-vectors // self.width)))
+        fit = Work(workload.repeated_products(vectors, -(-vectors // self.width)))
         along = min(2 * count * workload.forward, workload.jacobians() + workload.along(count))
         peak = 8 * (basis + USUAL * count) * size + workload.jacobian_bytes() + workload.kept
         note = f"{count} samples, {-(-vectors // self.width)} products with the curvature; more if the prior is weak"
@@ -200,17 +200,17 @@ class RidgeSolver(Solver):
     ridge: Ridge
     processes: Processes = ALONE
 
-    def solved(self, problem: Problem, start: Tensor | None = None) -> Solution:
+    def solve(self, problem: Problem, start: Tensor | None = None) -> Solution:
         """Return the samples under this prior and noise; ``start`` is an initial guess."""
-        solution = self._solved(problem, start)
+        solution = self._solve(problem, start)
         return replace(solution, x=self.processes.copy_of_first([solution.x])[0])
 
-    def _solved(self, problem: Problem, start: Tensor | None) -> Solution:
+    def _solve(self, problem: Problem, start: Tensor | None) -> Solution:
         prior, phi = problem.prior, float(problem.likelihood.dispersion)
-        if self.settings.solver == "krylov" and self._shared(prior):
+        if self.settings.solver == "krylov" and self._shares_scale(prior):
             return self.ridge.samples(float(prior.values), phi, self.settings.tolerance, start)
         if self.settings.solver in STOCHASTIC:
-            return self._descended(prior, phi)
+            return self._descend(prior, phi)
         unit = prior.vector.detach().rsqrt()
         guess = None if start is None else start.double() / unit
         solution = solve_samples(
@@ -223,13 +223,13 @@ class RidgeSolver(Solver):
         )
         return replace(solution, x=solution.x * unit)
 
-    def _descended(self, prior: BoundPrior, phi: float) -> Solution:
+    def _descend(self, prior: BoundPrior, phi: float) -> Solution:
         """Return the samples by stochastic descent.
 
         The order of the batches is the same for every prior and noise, so that samples depend on them smoothly.
         """
         settings = self.settings
-        if not self._shared(prior):
+        if not self._shares_scale(prior):
             refuse_groups(settings.solver, prior)
             raise UnsupportedError(
                 f"the samples of {settings.solver!r} were drawn for a prior of another scale; expected the "
@@ -250,7 +250,7 @@ class RidgeSolver(Solver):
         """Return the log-determinant of A⁻¹ Λ, with its standard error."""
         prior, phi = problem.prior, problem.likelihood.dispersion.to(self.ridge.prior.device)
         ridge, shift = self.ridge, prior.values * phi
-        if not self._shared(prior):
+        if not self._shares_scale(prior):
             if prior.values.requires_grad and torch.is_grad_enabled():
                 raise UnsupportedError(
                     f"the evidence of Sampled() has no gradient in the precisions of {type(prior.given).__name__}; "
@@ -268,14 +268,14 @@ class RidgeSolver(Solver):
         weight therefore gets ζ (ζ - √A z), the part of its prior noise that the data removed, which has the same mean
         and a smaller spread. The difference to the sum is divided equally among the weights.
         """
-        from_basis = self.settings.solver == "krylov" and self._shared(problem.prior)
+        from_basis = self.settings.solver == "krylov" and self._shares_scale(problem.prior)
         image = self.ridge.gram(samples) if from_basis else gram_product(self.ridge.design, samples)
         total = (samples * image).sum(1, keepdim=True) / float(problem.likelihood.dispersion)
         zeta = self.ridge.prior
         removed = zeta * (zeta - problem.prior.vector.detach().sqrt() * samples)
         return removed + (total - removed.sum(1, keepdim=True)) / removed.shape[1]
 
-    def _shared(self, prior: BoundPrior) -> bool:
+    def _shares_scale(self, prior: BoundPrior) -> bool:
         """Return whether the prior is one number times the diagonal that the basis was built for."""
         if not prior.is_single:
             return False

@@ -98,12 +98,12 @@ class SWAG(Method):
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> DrawnPosterior:
         """Return the posterior; ``generator`` is not used, ``seed`` fixes the result."""
         network = problem.network
-        draws, rate = self.collected(problem, data)
+        draws, rate = self.collect(problem, data)
         statistics = summed_loss(mean_of(draws), problem.likelihood, data, "outputs of a draw")
         problem = problem.with_residual_noise(statistics).with_known_prior()
         return DrawnPosterior(problem, draws, statistics, network.theta(), rate)
 
-    def collected(self, problem: Problem, data: Data) -> tuple[SWAGDraws, float]:
+    def collect(self, problem: Problem, data: Data) -> tuple[SWAGDraws, float]:
         """Return draws with the moments of the snapshots, and the learning rate, which is chosen if none is given."""
         start = summed_loss(problem.network, problem.likelihood, data)
         return self._draws(Descent.of(self, problem.with_residual_noise(start), data, start))
@@ -111,7 +111,7 @@ class SWAG(Method):
     def cost(self, workload: Workload) -> Cost:
         stored = workload.itemsize * (self.rank + 2) * workload.weights
         if 2 * workload.data < 3 * self.batch_size:
-            return Cost.refused(f"{workload.data} data are one mini-batch of {self.batch_size}: lower batch_size")
+            return Cost.unsupported(f"{workload.data} data are one mini-batch of {self.batch_size}: lower batch_size")
         epochs: float = self.snapshots * self.epochs_between
         if self.steps_between is not None:
             epochs = self.snapshots * self.steps_between * self.batch_size / workload.data

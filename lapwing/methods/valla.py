@@ -116,7 +116,7 @@ class VaLLA(Method):
                 'use optimiser="adam" with others.'
             )
 
-    def stopped_by(self, validation: Data) -> VaLLA:
+    def with_early_stopping(self, validation: Data) -> VaLLA:
         """Return the method with validation data for Adam; unchanged if it has another optimiser."""
         return self if self.optimiser in ("lbfgs", "none") else with_validation(self, validation)
 
@@ -232,18 +232,18 @@ def collapsed_bound(points: InducingPoints, data: Data) -> Callable[[Tensor], tu
 
     def bound(moves: Tensor) -> tuple[Tensor, float]:
         (inside,) = processes.sum_gradients(moves)
-        anchors = points.anchors.differentiable(points.moved(inside))
+        anchors = points.anchors.differentiable(points.move(inside))
         kernel = prior_kernel(anchors, prior)
         if not bool(torch.isfinite(kernel.detach()).all()):
             return torch.nan * (moves.sum() + points.log_scale), math.nan
         white = smooth_whitening(kernel)
 
-        def squared(jacobian: LayerJacobians) -> Tensor:
+        def squares(jacobian: LayerJacobians) -> Tensor:
             whitened = prior_kernel(jacobian, prior, anchors) @ white
             return whitened.mT @ whitened
 
         gram = processes.differentiable_sum(
-            rows.summed(squared, inside, len(kernel), len(anchors.parts) * 8 * len(kernel))
+            rows.sum(squares, inside, len(kernel), len(anchors.parts) * 8 * len(kernel))
         )
         scale = points.log_scale.exp()
         ratio = scale / points.likelihood.dispersion.to(scale)
@@ -284,7 +284,7 @@ class _Rows:
     def __iter__(self) -> Iterator[LayerJacobians]:
         return iter(self.kept) if self.kept is not None else (jacobian.double() for jacobian in self.sweep)
 
-    def summed(self, function: Callable[[LayerJacobians], Tensor], moves: Tensor, size: int, each: int) -> Tensor:
+    def sum(self, function: Callable[[LayerJacobians], Tensor], moves: Tensor, size: int, each: int) -> Tensor:
         """Return the sum of a function (size, size) of all Jacobians, differentiable in ``moves``.
 
         It keeps ``each`` bytes a row. Where these do not fit the byte budget, or there is no row at all, it is computed
@@ -343,7 +343,7 @@ def learn_collapsed(points: InducingPoints, data: Data, max_steps: int) -> Induc
         value.backward(inputs=variables)  # the graph contains the weights too, which must get no gradient
         return value
 
-    best, best_points, waited, overflow = math.inf, points.copied(moves), 0, False
+    best, best_points, waited, overflow = math.inf, points.snapshot(moves), 0, False
     bar, steps = ProgressBar(range(max_steps), "inducing points", data.progress), []
     with torch.inference_mode(False), torch.enable_grad():
         for _ in bar:
@@ -355,11 +355,11 @@ def learn_collapsed(points: InducingPoints, data: Data, max_steps: int) -> Induc
             bar.show(objective=value, KL=divergence)
             waited = waited + 1 if value > best - PROGRESS * (1 + abs(best)) else 0
             if value < best:
-                best, best_points = value, points.copied(moves)
+                best, best_points = value, points.snapshot(moves)
             if waited >= PATIENCE:
                 break
         if float(bound(moves)[0].detach()) < best:
-            best_points = points.copied(moves)
+            best_points = points.snapshot(moves)
     findings: tuple[str, ...] = ()
     if overflow:
         findings = (f"the objective overflowed after {len(steps)} steps; the best state before that is kept",)
@@ -404,7 +404,7 @@ def learn_stochastic(points: InducingPoints, data: Data, settings: VaLLA, genera
     if validation is None or stopping is None:
         learned, problem = learning.snapshot(), points.problem
         exact = optimiser is None and settings.batch_size >= points.n_samples
-        findings = _not_converged(steps) if exact else ()
+        findings = _convergence_findings(steps) if exact else ()
     else:
         learned, findings = validation.refine(stopping.best_state)
         problem = points.problem.with_known_prior()
@@ -412,7 +412,7 @@ def learn_stochastic(points: InducingPoints, data: Data, settings: VaLLA, genera
     return replace(learned, problem=problem, inducing=inducing, steps=tuple(steps), findings=findings)
 
 
-def _not_converged(steps: list[Step]) -> tuple[str, ...]:
+def _convergence_findings(steps: list[Step]) -> tuple[str, ...]:
     """Return a finding if the objective, which was that of all data, still changes at the end."""
     scores = [step.score for step in steps[-max(2, len(steps) // 4) :]]
     change = (max(scores) - min(scores)) / (1 + abs(scores[-1]))
@@ -473,7 +473,7 @@ class Terms:
             (slope,) = torch.autograd.grad(self._energy(leaf), leaf)
         return torch.einsum("...cr,...cd,...ds->rs", self.rows, -(slope + slope.mT), self.rows)
 
-    def detached(self) -> Terms:
+    def detach(self) -> Terms:
         """Return the same without a graph."""
         return replace(self, prior_cov=self.prior_cov.detach(), rows=self.rows.detach())
 
@@ -504,7 +504,7 @@ class Stochastic:
 
     def snapshot(self) -> InducingPoints:
         """Return the points in their present state."""
-        return replace(self.points.copied(self.moves), inducing=self.inducing)
+        return replace(self.points.snapshot(self.moves), inducing=self.inducing)
 
     def step(self, batch: Batch | None, optimiser: torch.optim.Optimizer | None, length: float) -> tuple[float, float]:
         """Take a natural-gradient step of this length and one of Adam; return objective and KL before them.
@@ -555,7 +555,7 @@ class Stochastic:
                 if inside:  # the graph contains the weights too, which must get no gradient
                     term.backward(inputs=inside, retain_graph=True)
                 value += term.detach()
-                terms = terms.detached()
+                terms = terms.detach()
                 information += share * terms.information(self.inducing)
                 seen += [terms] if keep else []
                 del term, terms
@@ -594,7 +594,7 @@ class Stochastic:
         anchors, prior = self.points.anchors, self.points.problem.prior
         if moves is None:
             return anchors.parts, smooth_whitening(anchors.kernel(prior))
-        jacobian = anchors.differentiable(self.points.moved(moves))
+        jacobian = anchors.differentiable(self.points.move(moves))
         return (jacobian,), smooth_whitening(prior_kernel(jacobian, prior))
 
     def _line_search(self, information: Tensor, objective: Callable[[Inducing], float]) -> Inducing:

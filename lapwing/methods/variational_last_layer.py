@@ -102,7 +102,7 @@ class VariationalLastLayer(Method):
     def cost(self, workload: Workload) -> Cost:
         heads = [block.size for block in workload.blocks if block.closed]
         if not heads or len(workload.output_shape) > 1:
-            return Cost.refused("the network does not end in one linear layer that each input uses once")
+            return Cost.unsupported("the network does not end in one linear layer that each input uses once")
         size, outputs = heads[-1], workload.outputs
         width = size // outputs
         held = 8 * workload.data * (width + (1 + self.samples // 2) * outputs)

@@ -35,7 +35,7 @@ from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 class Solver:
     """A solver for samples of a posterior, its log-determinant and γ, for any prior and noise."""
 
-    def solved(self, problem: Problem, start: Tensor | None = None) -> Solution:
+    def solve(self, problem: Problem, start: Tensor | None = None) -> Solution:
         """Return the samples around zero, (K, P), by solves that begin at ``start``."""
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ class SampledPosterior(Linearised):
     def solution(self) -> Solution:
         """The samples (K, P) around zero, with the relative residual of each."""
         with torch.no_grad():
-            return self.solver.solved(self.problem, self.start)
+            return self.solver.solve(self.problem, self.start)
 
     def prepare(self) -> None:
         self.solution  # noqa: B018
@@ -246,7 +246,7 @@ class StoredSamples(Solver):
     solution: Solution
     log_determinant: Logdet
 
-    def solved(self, problem: Problem, start: Tensor | None = None) -> Solution:
+    def solve(self, problem: Problem, start: Tensor | None = None) -> Solution:
         self._refuse_other(problem)
         return self.solution
 

@@ -86,7 +86,7 @@ def test_notes(name: str, data: int, note: str) -> None:
     ],
 )
 def test_refused(name: str, data: int, note: str) -> None:
-    assert costs(data)[name] == Cost.refused(note)
+    assert costs(data)[name] == Cost.unsupported(note)
 
 
 def test_members() -> None:
@@ -121,7 +121,7 @@ def test_limits_and_ranks_are_those_of_the_methods(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(METHODS, "full", partial(lw.Full, limit=10))
     monkeypatch.setitem(METHODS, "low_rank", partial(lw.LowRank, rank=5))
     table = costs()
-    assert table["Full"] == Cost.refused("over 10 weights: choose fewer")
+    assert table["Full"] == Cost.unsupported("over 10 weights: choose fewer")
     assert table["LowRank"].note == "rank 5"
     assert table["LowRank"].stored == 8 * 5 * (SIZE + 1) + 4 * SIZE
 

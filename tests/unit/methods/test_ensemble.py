@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.ensemble import renewed
+from lapwing.methods.ensemble import reinitialise
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.tolerances import assert_close
@@ -131,7 +131,7 @@ def test_members_are_trained_from_new_weights() -> None:
     assert_close(draws[0], first(NEW).detach())
     again = fit()
     assert torch.equal(again.functions(NEW).cov, found.functions(NEW).cov)
-    expected = trained(renewed(first, 2), 2)(NEW).detach()
+    expected = trained(reinitialise(first, 2), 2)(NEW).detach()
     assert_close(draws[2], expected)
 
 
@@ -158,7 +158,7 @@ def test_new_weights_are_those_of_each_layer() -> None:
     """Seeds fix them; buffers of a normalisation start anew; the model is a copy."""
     case = BY_NAME["resnet_batchnorm"]
     model = case.build()
-    one, two, other = (problems.unchanged(model, lambda s=seed: renewed(model, s)) for seed in (5, 5, 6))
+    one, two, other = (problems.unchanged(model, lambda s=seed: reinitialise(model, s)) for seed in (5, 5, 6))
     for (name, a), b, c in zip(one.named_parameters(), two.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
         assert torch.equal(a, c) == (a.ndim == 1 and "head" not in name and "short" not in name), name
@@ -168,13 +168,13 @@ def test_new_weights_are_those_of_each_layer() -> None:
 
 def test_attention_has_a_reset_of_its_own() -> None:
     model = BY_NAME["attention"].build()
-    assert not torch.equal(renewed(model, 1).attend.in_proj_weight, model.attend.in_proj_weight)
+    assert not torch.equal(reinitialise(model, 1).attend.in_proj_weight, model.attend.in_proj_weight)
 
 
 def test_tokens_and_other_inputs() -> None:
     for name in ("token_level", "dict_input", "lstm"):
         case = BY_NAME[name]
-        models = [case.build(), *(renewed(case.build(), seed) for seed in (1, 2))]
+        models = [case.build(), *(reinitialise(case.build(), seed) for seed in (1, 2))]
         posterior = lw.fit(
             models[0], problems.batches(case), problems.likelihood(case), method=lw.baselines.Ensemble(models[1:])
         )

@@ -396,7 +396,7 @@ def test_points_at_all_data_are_the_exact_process(kind: str) -> None:
     state = KernelState(
         kernel, points, numbers, torch.zeros(16, dtype=D), noise.log(), Inducing(torch.eye(16, dtype=D))
     )
-    _, rows = state.whitened(FeatureTable(seen, seen, seen))
+    _, rows = state.whiten(FeatureTable(seen, seen, seen))
     flat = rows.flatten(0, 1)
     known = replace(state, inducing=state.inducing.updated(flat.T @ flat / noise, 1.0))
     found = known.posterior(problem, sight, Statistics(0.0, 8, 2), ())
@@ -430,7 +430,7 @@ def test_the_posterior_is_the_state_that_was_learned(kernel: str, count: int, mo
     x = torch.linspace(-5, 5, 21, dtype=D)[:, None]
     seen, f = posterior.posterior.sight(x)
     with torch.no_grad():
-        before, rows = states[0].whitened(FeatureTable(seen, f, f))
+        before, rows = states[0].whiten(FeatureTable(seen, f, f))
         expected = states[0].inducing.posterior_cov(before, rows)
     assert_close(posterior.functions(x).cov, expected, SOLVED)
     joint = posterior.functions(x, joint=True).cov.reshape(21, 21)
@@ -452,7 +452,7 @@ def test_steps_on_the_covariance_end_where_the_objective_is_flat(monkeypatch: py
         learning.step(still, 0.3)
     state = learning.state
     precision = state.inducing.precision.clone().requires_grad_()
-    before, rows = (t.detach() for t in state.whitened(learning.table))
+    before, rows = (t.detach() for t in state.whiten(learning.table))
     cov = Inducing(precision).posterior_cov(before, rows)
     energies = sum(energy(likelihood, 1.0, mean, cov, y).sum() for mean in (table.f, learning.shift.expand(60, 1)))
     divergence = 2 * Inducing(precision).divergence()

@@ -18,7 +18,7 @@ import lapwing as lw
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
 from lapwing.methods.hfl import LinearisedResponse
-from lapwing.methods.hfl_response import Hessian, Objective, Responder, Response, newton, pushed
+from lapwing.methods.hfl_response import Hessian, Objective, Responder, Response, newton, push_minima
 from lapwing.networks.functionals import scalar
 from tests import problems
 from tests.cases import BY_NAME, cast
@@ -268,7 +268,7 @@ def test_solving_with_the_hessian(kind: str, outputs: int, monkeypatch: pytest.M
     assert_close(Hessian(objective).solve(rows), exact, SOLVED)
     monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", objective.size - 1)
     by_products = Hessian(objective)
-    assert not by_products.formed
+    assert not by_products.is_formed
     assert off(by_products.solve(rows), exact) < 1e-3
 
 
@@ -276,7 +276,7 @@ def test_solving_with_the_hessian(kind: str, outputs: int, monkeypatch: pytest.M
 def test_an_indefinite_hessian_is_refused_with_advice(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formed, or met by conjugate gradients."""
     monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", limit)
-    objective = responder(small()).objective.recentred(torch.linspace(-2, 2, 25, dtype=D))
+    objective = responder(small()).objective.move_centre(torch.linspace(-2, 2, 25, dtype=D))
     met = "smallest eigenvalue is -" if limit == 25 else "met a direction with curvature -"
     advice = r"at no minimum .*: train it further with this prior as weight decay, or use HFL\(mode='linearised'\)\.$"
     with pytest.raises(lw.errors.NumericalError, match=f"{met}.*{advice}"):
@@ -287,7 +287,7 @@ def test_the_hessian_is_formed_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) ->
     objective = responder(small()).objective
     for limit, formed in ((25, True), (24, False)):
         monkeypatch.setattr("lapwing.methods.hfl_response.DENSE", limit)
-        assert Hessian(objective).formed is formed
+        assert Hessian(objective).is_formed is formed
         assert (Hessian(objective).root is not None) is formed
 
 
@@ -364,7 +364,7 @@ def test_solutions_and_their_residuals() -> None:
     energy = small("gaussian", 2)
     posterior = fitted(energy, lw.HFL(mode="linearised")).posterior
     rows = torch.randn(3, len(energy.theta), dtype=D)
-    found = posterior.solved(rows)
+    found = posterior.solve(rows)
     assert off(found.x, torch.linalg.solve(energy.ggn(), rows.T).T) < 1e-8
     assert found.converged
     assert float(found.residuals.max()) <= posterior.tolerance == 1e-10
@@ -374,7 +374,7 @@ def test_it_takes_fewer_iterations_than_there_are_weights() -> None:
     """In units of the prior only the directions that the data see need work."""
     energy = gapped()
     posterior = fitted(energy, lw.HFL(mode="linearised")).posterior
-    found = posterior.solved(energy.jacobian(new(energy, 5)))
+    found = posterior.solve(energy.jacobian(new(energy, 5)))
     assert found.iterations < 40 < len(energy.theta)
 
 
@@ -559,7 +559,7 @@ def test_a_quadratic_is_done_in_one_step() -> None:
     h = spd(4)
     force = torch.randn(3, 4, dtype=D)
     lam = torch.tensor([1e-3, -1.0, 50.0], dtype=D)
-    minima = pushed(lambda d: d @ h, lambda d: force, lambda r: torch.linalg.solve(h, r.T).T, lam,
+    minima = push_minima(lambda d: d @ h, lambda d: force, lambda r: torch.linalg.solve(h, r.T).T, lam,
                    torch.zeros(3, 4, dtype=D), tolerance=1e-12)  # fmt: skip
     assert_close(minima.d, lam[:, None] * torch.linalg.solve(h, force.T).T)
     assert minima.steps == 1
@@ -574,7 +574,7 @@ def cubic(d: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("lam", [1e-3, 0.1, -0.2])
 def test_a_curved_loss_is_solved_to_the_tolerance(lam: float) -> None:
-    minima = pushed(cubic, torch.ones_like, lambda r: r, torch.tensor([lam], dtype=D), torch.zeros(1, 1, dtype=D),
+    minima = push_minima(cubic, torch.ones_like, lambda r: r, torch.tensor([lam], dtype=D), torch.zeros(1, 1, dtype=D),
                    tolerance=1e-12)  # fmt: skip
     d = float(minima.d)
     assert d + d**3 == pytest.approx(lam, rel=1e-11)
@@ -584,7 +584,7 @@ def test_a_curved_loss_is_solved_to_the_tolerance(lam: float) -> None:
 def test_the_error_falls_with_the_push_at_every_step() -> None:
     """A thousandth of the push takes fewer steps."""
     steps = [
-        pushed(cubic, torch.ones_like, lambda r: r, torch.tensor([lam], dtype=D), torch.zeros(1, 1, dtype=D),
+        push_minima(cubic, torch.ones_like, lambda r: r, torch.tensor([lam], dtype=D), torch.zeros(1, 1, dtype=D),
                tolerance=1e-12).steps
         for lam in (1e-4, 1e-2, 0.3)
     ]  # fmt: skip
@@ -596,9 +596,9 @@ def test_the_error_falls_with_the_push_at_every_step() -> None:
 def test_what_is_missing_is_what_was_missing() -> None:
     """After an early stop, the share that one more step would add is about the relative error."""
     lam = torch.tensor([0.3], dtype=D)
-    exact = float(pushed(cubic, torch.ones_like, lambda r: r, lam, torch.zeros(1, 1, dtype=D), tolerance=1e-14).d)
+    exact = float(push_minima(cubic, torch.ones_like, lambda r: r, lam, torch.zeros(1, 1, dtype=D), tolerance=1e-14).d)
     for most in (1, 2, 3):
-        minima = pushed(cubic, torch.ones_like, lambda r: r, lam, torch.zeros(1, 1, dtype=D), tolerance=1e-14,
+        minima = push_minima(cubic, torch.ones_like, lambda r: r, lam, torch.zeros(1, 1, dtype=D), tolerance=1e-14,
                        max_steps=most)  # fmt: skip
         assert minima.steps == most
         assert float(minima.missing) == pytest.approx(abs(float(minima.d) - exact) / exact, rel=0.4)
@@ -606,7 +606,7 @@ def test_what_is_missing_is_what_was_missing() -> None:
 
 
 def test_nothing_done_is_all_missing() -> None:
-    minima = pushed(cubic, torch.ones_like, lambda r: r, torch.tensor([0.1], dtype=D), torch.zeros(1, 1, dtype=D),
+    minima = push_minima(cubic, torch.ones_like, lambda r: r, torch.tensor([0.1], dtype=D), torch.zeros(1, 1, dtype=D),
                    tolerance=1e-9, max_steps=0)  # fmt: skip
     assert (float(minima.missing), float(minima.residuals), minima.steps) == (1.0, 1.0, 0)
 
@@ -615,14 +615,14 @@ def test_pushes_that_turn_with_the_weights() -> None:
     """g = d₁²/2 + d₁: (1 - λ) d₁ = λ."""
     push = lambda d: torch.stack([d[:, 0] + 1, torch.zeros_like(d[:, 1])], 1)
     lam = torch.tensor([0.25, -0.25], dtype=D)
-    minima = pushed(lambda d: d, push, lambda r: r, lam, torch.zeros(2, 2, dtype=D), tolerance=1e-13)
+    minima = push_minima(lambda d: d, push, lambda r: r, lam, torch.zeros(2, 2, dtype=D), tolerance=1e-13)
     assert_close(minima.d, torch.stack([lam / (1 - lam), torch.zeros(2, dtype=D)], 1))
 
 
 def test_a_row_that_gets_worse_is_left_where_it_was_best() -> None:
     """The steps of a strong perturbation diverge; the other row is solved nevertheless."""
-    minima = pushed(cubic, torch.ones_like, lambda r: r, torch.tensor([1e-2, 3.0], dtype=D), torch.zeros(2, 1, dtype=D),
-                   tolerance=1e-12)  # fmt: skip
+    minima = push_minima(cubic, torch.ones_like, lambda r: r, torch.tensor([1e-2, 3.0], dtype=D),
+                          torch.zeros(2, 1, dtype=D), tolerance=1e-12)  # fmt: skip
     assert float(minima.d[0] + minima.d[0] ** 3) == pytest.approx(1e-2, rel=1e-11)
     assert float(minima.d[1]) == 0.0
     assert minima.missing[1] == 1.0
@@ -637,8 +637,8 @@ def test_a_row_that_overflows_leaves_the_others_alone() -> None:
         assert bool(torch.isfinite(r).all())
         return r
 
-    minima = pushed(gradient, torch.ones_like, solve, torch.tensor([1e-60, 1e30], dtype=D), torch.zeros(2, 1, dtype=D),
-                   tolerance=1e-9)  # fmt: skip
+    minima = push_minima(gradient, torch.ones_like, solve, torch.tensor([1e-60, 1e30], dtype=D),
+                          torch.zeros(2, 1, dtype=D), tolerance=1e-9)  # fmt: skip
     assert float(minima.d[0]) == pytest.approx(1e-60, rel=1e-9)
     assert float(minima.d[1]) == 0.0
     assert float(minima.missing[1]) == 1.0
@@ -658,7 +658,7 @@ def test_a_stiff_loss_does_not_end_the_search() -> None:
     scale = torch.tensor([1.0, stiff], dtype=D)
     push = lambda d: torch.tensor([[1.0, 0.0]], dtype=D).expand(len(d), 2)
     lam = torch.tensor([1e-5], dtype=D)
-    minima = pushed(gradient, push, lambda r: r / scale, lam, torch.zeros(1, 2, dtype=D), tolerance=1e-10)
+    minima = push_minima(gradient, push, lambda r: r / scale, lam, torch.zeros(1, 2, dtype=D), tolerance=1e-10)
     force = lam * push(lam[:, None])
     assert float((gradient(force) - force).norm()) > 9 * float(lam)  # after one step: nine times the push itself
     assert_close(minima.d[:, 0], lam, 1 / 2)
@@ -667,7 +667,7 @@ def test_a_stiff_loss_does_not_end_the_search() -> None:
 
 
 def test_no_push_is_no_move() -> None:
-    minima = pushed(cubic, torch.zeros_like, lambda r: r, torch.tensor([1.0], dtype=D), torch.zeros(1, 3, dtype=D),
+    minima = push_minima(cubic, torch.zeros_like, lambda r: r, torch.tensor([1.0], dtype=D), torch.zeros(1, 3, dtype=D),
                    tolerance=1e-9)  # fmt: skip
     assert_close(minima.d + 1, torch.ones(1, 3, dtype=D))
     assert float(minima.missing) == 0.0
@@ -774,7 +774,7 @@ def test_gradients_and_curvature(kind: str, outputs: int) -> None:
     expected = torch.stack([energy.gradient(energy.theta + row) for row in d])
     assert_close(objective.gradient(d), expected)
     assert_close(objective.hessian_product(d), d @ energy.hessian())
-    moved = objective.recentred(d[0])
+    moved = objective.move_centre(d[0])
     assert_close(moved.gradient(d), torch.stack([energy.gradient(energy.theta + d[0] + row) for row in d]))
     assert_close(moved.hessian_product(d), d @ energy.hessian(energy.theta + d[0]))
     values = torch.tensor([objective.value(row) - objective.value(0 * row) for row in d], dtype=D)
@@ -1018,12 +1018,12 @@ def test_a_push_to_where_there_is_no_minimum() -> None:
     with pytest.raises(
         lw.errors.NumericalError, match=r"not converged.*do not reach the pushed minimum \(bend 0\.15.*smaller lam"
     ):
-        response.checked(1e-6)
+        response.require_convergence(1e-6)
     near = sprung(Spring(skew=1.0), 1e-3, max_steps=500).respond(torch.ones_like, lambda d: d, 1, 0.24)
     with pytest.raises(
         lw.errors.NumericalError, match=r"1 of 1 responses are not straight.*bend 0\.33; expected at most 0\.25"
     ):
-        near.checked(1e-3)
+        near.require_convergence(1e-3)
 
 
 def test_a_falling_variance_is_refused() -> None:
@@ -1037,10 +1037,10 @@ def test_a_falling_variance_is_refused() -> None:
 def test_what_nothing_moves_does_not_respond(strength: float | None) -> None:
     """Alone, and beside a push that has a response."""
     none = sprung(Spring()).respond(torch.zeros_like, lambda d: 0 * d + 7, 1, strength)
-    assert none.checked(1e-6).cov.tolist() == [[0.0]]
+    assert none.require_convergence(1e-6).cov.tolist() == [[0.0]]
     slopes = torch.tensor([[0.0], [2.0]], dtype=D)
     both = sprung(Spring()).respond(lambda d: slopes, lambda d: slopes * d, 2, strength)
-    assert_close(both.checked(1e-6).cov, torch.tensor([[0.0], [4.0]], dtype=D), SOLVED)
+    assert_close(both.require_convergence(1e-6).cov, torch.tensor([[0.0], [4.0]], dtype=D), SOLVED)
 
 
 def test_the_window_of_strengths() -> None:
@@ -1072,7 +1072,7 @@ def test_a_strength_is_chosen_above_rounding() -> None:
     """In single precision a value of one has no difference of a hundred-thousandth to a hundredth."""
     push, read = (lambda d: 1e-3 * torch.ones_like(d)), (lambda d: 1 + 1e-3 * d)
     spring = sprung(Spring(dtype=torch.float32), 1e-2)
-    found = spring.respond(push, read, 1).checked(1e-2)
+    found = spring.respond(push, read, 1).require_convergence(1e-2)
     assert float(found.cov) == pytest.approx(1e-6, rel=1e-2)
     assert float(found.strength) > 12 > 0.01 / 1e-3  # a hundredth of the deviation
     message = (
@@ -1081,7 +1081,7 @@ def test_a_strength_is_chosen_above_rounding() -> None:
     with pytest.raises(lw.errors.NumericalError, match=message):
         spring.respond(push, lambda d: 1e3 + read(d), 1)
     anything = sprung(Spring(dtype=torch.float32), math.inf).respond(push, lambda d: 1e3 + read(d), 1)
-    assert bool(torch.isfinite(anything.checked(math.inf).cov).all())
+    assert bool(torch.isfinite(anything.require_convergence(math.inf).cov).all())
 
 
 def response(
@@ -1094,7 +1094,7 @@ def response(
 
 def test_finished_responses_pass() -> None:
     found = response(1e-7, 1e-8)
-    assert found.checked(1e-6) is found
+    assert found.require_convergence(1e-6) is found
 
 
 @pytest.mark.parametrize(("missing", "change"), [(1e-3, 0.0), (0.0, 1e-3), (math.nan, 0.0), (0.0, math.inf)])
@@ -1103,7 +1103,7 @@ def test_unfinished_responses_do_not(missing: float, change: float) -> None:
         r"1 of 2 responses have not converged; the worst \(push 1, strength 0\.2\) is off by about (0\.001|nan|inf)"
     )
     with pytest.raises(lw.errors.NumericalError, match=message) as error:
-        response(missing, change).checked(1e-6)
+        response(missing, change).require_convergence(1e-6)
     assert "after 7 steps (relative residual 0.1); expected 1e-06" in str(error.value)
 
 
@@ -1133,7 +1133,7 @@ CAUSES: dict[str, tuple[dict[str, float], str]] = {
 def test_the_cause_is_named(name: str) -> None:
     figures, message = CAUSES[name]
     with pytest.raises(lw.errors.NumericalError, match=r"1 of 2 responses have not converged.*" + message) as error:
-        response(**figures).checked(1e-6)
+        response(**figures).require_convergence(1e-6)
     causes = ("leaves the basin", "too few steps", "do not reach", "rounding error")
     said = [cause for cause in causes if cause in str(error.value)]
     assert len(said) == 1
@@ -1146,9 +1146,9 @@ def test_what_is_finished_and_bent_is_refused(bend: float) -> None:
         rf"of the minimum \(bend {bend:.2g}; expected at most 0\.25\): give a smaller lam, leave lam out to have it"
     )
     with pytest.raises(lw.errors.NumericalError, match=message):
-        response(bend=bend).checked(1e-6)
+        response(bend=bend).require_convergence(1e-6)
     passed = response(bend=0.24)
-    assert passed.checked(1e-6) is passed
+    assert passed.require_convergence(1e-6) is passed
 
 
 def test_what_drifted_is_refused() -> None:
@@ -1158,21 +1158,21 @@ def test_what_drifted_is_refused() -> None:
         r"prior as weight decay, allow it with HFL\(drift=\.\.\.\), or use HFL\(mode='linearised'\)"
     )
     with pytest.raises(lw.errors.NumericalError, match=message):
-        response(drift=0.3).checked(1e-6, 0.2)
+        response(drift=0.3).require_convergence(1e-6, 0.2)
     for limit in (0.3, math.inf):
-        assert float(response(drift=0.3).checked(1e-6, limit).drift[1]) == 0.3
+        assert float(response(drift=0.3).require_convergence(1e-6, limit).drift[1]) == 0.3
 
 
 def test_an_infinite_tolerance_takes_what_comes() -> None:
     found = response(missing=3.0, bend=2.0, drift=5.0)
-    assert found.checked(math.inf, 1.0) is found
+    assert found.require_convergence(math.inf, 1.0) is found
     with pytest.raises(lw.errors.NumericalError, match="is off by about nan"):
-        response(missing=math.nan).checked(math.inf)
+        response(missing=math.nan).require_convergence(math.inf)
 
 
 def test_a_residual_that_is_not_known_is_not_said() -> None:
     with pytest.raises(lw.errors.NumericalError, match="after 7 steps; expected 1e-06"):
-        response(1e-3, residual=math.nan).checked(1e-6)
+        response(1e-3, residual=math.nan).require_convergence(1e-6)
 
 
 def test_one_push_for_each_output_read_off_where_it_was_asked() -> None:

@@ -199,7 +199,7 @@ def test_conjugate_gradients_in_place_of_the_hessian(monkeypatch: pytest.MonkeyP
     energy = small("bernoulli", 2)
     x = new(energy, 1)
     posterior = fitted(energy, lw.HFL(tolerance=1e-4))
-    assert not posterior.posterior.responder.hessian.formed
+    assert not posterior.posterior.responder.hessian.is_formed
     assert off(posterior.functions(x).cov, energy.each(x)) < 1e-4
 
 
@@ -324,7 +324,7 @@ class Recorded:
 def test_adam_agrees_with_the_full_hessian() -> None:
     """Enough steps, on all data at once, for a loss that is not too stiff."""
     energy, x, response = at_minimum()
-    assert float((response.checked(0.05).cov[:, 0] / energy.each(x).flatten() - 1).abs().max()) < 0.01
+    assert float((response.require_convergence(0.05).cov[:, 0] / energy.each(x).flatten() - 1).abs().max()) < 0.01
     assert float((energy.each(x, energy.ggn()) / energy.each(x) - 1).abs().max()) > 0.1
 
 

@@ -326,7 +326,7 @@ def test_samples_of_groups_start_from_those_near_them(solver: str) -> None:
     """From their own solution there is nothing to do."""
     posterior = on_larger(lw.Sampled(num_samples=4, solver=solver), lw.per_layer(torch.tensor([0.5, 2.0]))).posterior
     solver_of, problem_of = posterior.solver, posterior.problem
-    again = solver_of.solved(problem_of, posterior.solution.x)
+    again = solver_of.solve(problem_of, posterior.solution.x)
     assert posterior.solution.iterations > 3
     assert again.iterations <= 1
     assert_close(again.x, posterior.solution.x, 1e-9)

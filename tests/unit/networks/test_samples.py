@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.data.batches import Data
 from lapwing.data.streams import shuffle_batches
-from lapwing.methods.hfl import averaged
+from lapwing.methods.hfl import push_of_average
 from lapwing.methods.hfl_response import Objective
 from lapwing.networks.jacobians import Footprint
 from lapwing.networks.network import Network
@@ -338,6 +338,6 @@ def test_an_average_over_inputs_with_two_contexts() -> None:
     prior = lw.isotropic(1.0).bound(network.selection, network.theta())
     objective = Objective.build(network, GIVEN, prior, Data([(inputs, y)], CPU), D)
     zero = torch.zeros(1, len(network.theta()), dtype=D)
-    gradient = averaged(objective, [inputs], absolute=False)(zero)[0]
+    gradient = push_of_average(objective, [inputs], absolute=False)(zero)[0]
     expected = torch.autograd.grad(model(*inputs).sum() / len(x), list(model.parameters()))
     assert_close(gradient, torch.cat([g.reshape(-1) for g in expected]))
