@@ -32,7 +32,7 @@ from lapwing.networks.passes import outputs_along
 from lapwing.posteriors.base import Posterior
 from lapwing.runtime.settings import POSITIVE, Rule, integer
 from lapwing.runtime.threads import derived_generator, global_seed, normal
-from lapwing.values.functions import isolated
+from lapwing.values.functions import isolate
 
 __all__ = ["LapwingModel", "surrogate", "thompson"]
 
@@ -236,7 +236,7 @@ class LapwingModel(Model):  # type: ignore[misc]
             f, products = outputs_along(network, inner, steps)
             return [f + products]
 
-        (drawn,) = isolated(values, flat)
+        (drawn,) = isolate(values, flat)
         drawn = drawn.reshape(len(steps), *x.shape[:-1], -1).to(X.dtype)
         if hasattr(self, "outcome_transform"):
             drawn = self.outcome_transform.untransform(drawn, X=X)[0]

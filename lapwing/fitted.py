@@ -34,7 +34,7 @@ from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, Operator, refuse_reordered, refuse_unsteady
 from lapwing.tuners.base import MaximiseEvidence, Tuner, run_tuner
 from lapwing.tuners.held_out_data import with_findings, with_held_out
-from lapwing.values.functions import differentiable_beliefs, isolated
+from lapwing.values.functions import differentiable_beliefs, isolate
 from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, pixels
 
 if TYPE_CHECKING:
@@ -294,8 +294,8 @@ class Fitted:
         """
         integer().check("n", n)
         self.base.require(Posterior.function_samples, "function samples", self.method)
-        x = self._checked(x, slopes=True)
-        (samples,) = isolated(lambda x: [self.posterior.function_samples(x, n, generator)], x)
+        x = self._check_inputs(x, slopes=True)
+        (samples,) = isolate(lambda x: [self.posterior.function_samples(x, n, generator)], x)
         return self._as_images(samples, x)
 
     @outside_autocast
@@ -317,7 +317,7 @@ class Fitted:
         torch.Size([8, 2])
         """
         integer().check("n", n)
-        self._unchanged()
+        self._refuse_changed()
         self.base.require(Posterior.weight_samples, "weight samples", self.method)
         return self.posterior.weight_samples(n, generator)
 
@@ -341,7 +341,7 @@ class Fitted:
         >>> posterior.network_samples(x, 8, torch.Generator().manual_seed(0)).shape
         torch.Size([8, 40, 1])
         """
-        x, network = self._checked(x), self.network
+        x, network = self._check_inputs(x), self.network
         steps = self.weight_samples(n, generator) - network.theta()
         with torch.no_grad():
             samples = torch.stack([network.at(step, x) for step in steps]).to(network.dtype)
@@ -370,9 +370,9 @@ class Fitted:
         """
         Rule("a function of the weights by name, or of the outputs", FUNCTION.holds).check("function", function)
         if x is None:
-            self._unchanged()
+            self._refuse_changed()
         else:
-            x = self._checked(x)
+            x = self._check_inputs(x)
             form = self.network.image_form(x)
             given = function
             function = given if form is None else lambda f: given(form.outputs(f))
@@ -398,7 +398,7 @@ class Fitted:
         """
         design = self._design(data, "jacobian", progress)
         refuse_reordered(design)
-        return Operator.jacobian(design, self._unchanged)
+        return Operator.jacobian(design, self._refuse_changed)
 
     @outside_autocast
     def ggn(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
@@ -417,7 +417,7 @@ class Fitted:
         """
         design = self._design(data, "ggn", progress)
         refuse_unsteady(design)
-        return Operator.ggn(design, self._unchanged)
+        return Operator.ggn(design, self._refuse_changed)
 
     @outside_autocast
     def evaluate(
@@ -798,7 +798,7 @@ class Fitted:
         >>> bool(posterior.log_evidence() > posterior.with_prior(1e6).log_evidence())
         True
         """
-        self._unchanged()
+        self._refuse_changed()
         self.base.require(Posterior.log_evidence, "evidence", self.method)
         return self.base.log_evidence()
 
@@ -806,7 +806,7 @@ class Fitted:
     @outside_autocast
     def evidence_error(self) -> float:
         """The standard error of ``log_evidence``; zero where it is computed and not estimated."""
-        self._unchanged()
+        self._refuse_changed()
         return self.base.evidence_error
 
     @outside_autocast
@@ -819,7 +819,7 @@ class Fitted:
         >>> 0 < posterior.effective_parameters().total < 2
         True
         """
-        self._unchanged()
+        self._refuse_changed()
         self.base.require(Posterior.gammas, "evidence", self.method)
         return effective_parameters(self.base)
 
@@ -841,7 +841,7 @@ class Fitted:
         >>> bool(tuned.log_evidence() >= posterior.log_evidence())
         True
         """
-        self._unchanged()
+        self._refuse_changed()
         chosen = MaximiseEvidence() if tuner is None else tuner
         with self.processes.share_errors():
             tuned = run_tuner(chosen, self.base, processes=self.processes)
@@ -887,7 +887,7 @@ class Fitted:
         >>> torch.allclose(half.updated([(x[20:], x[20:])]).functions(x).std, whole.functions(x).std)
         True
         """
-        self._unchanged()
+        self._refuse_changed()
         GENERATOR.check("generator", generator)
         shown = shows_progress(progress) and self.processes.is_main_process
         options: dict[str, Any] = {"target_key": target_key, "progress": shown, "processes": self.processes}
@@ -969,7 +969,7 @@ class Fitted:
         """
         from lapwing.modules import module_of
 
-        self._unchanged()
+        self._refuse_changed()
         return module_of(self, returns)
 
     @outside_autocast
@@ -996,7 +996,7 @@ class Fitted:
         <Fitted: Kron, 2 weights, precision 2, noise variance ...>
         """
         PATH.check("path", path)
-        self._unchanged()
+        self._refuse_changed()
         if not self.processes.is_single_process and self.base.is_sampled:
             with self.processes.share_errors():
                 self.posterior.state()  # its products over the data need all processes
@@ -1014,7 +1014,7 @@ class Fitted:
 
     def _design(self, data: Iterable[Any], curvature: str, progress: bool | None) -> NetworkDesign:
         """Return the rows of the Jacobian over these data, times the root of the likelihood's curvature for "ggn"."""
-        self._unchanged()
+        self._refuse_changed()
         if not self.base.of_one_network:
             raise UnsupportedError(
                 f"{self.method} has several networks, each with its own weights; expected a posterior of one network "
@@ -1027,7 +1027,7 @@ class Fitted:
 
     def _belief(self, x: Inputs, joint: bool, chosen: ChosenOutputs | None) -> FunctionGaussian:
         """Return the belief about all or some outputs of one batch."""
-        x = self._checked(x, slopes=True)
+        x = self._check_inputs(x, slopes=True)
         if chosen is not None:
             chosen.refuse_other(self.network.count(x))
         at = lambda x: self.posterior(x, joint) if chosen is None else self.posterior.chosen(x, chosen, joint)
@@ -1038,7 +1038,7 @@ class Fitted:
 
     def _predictive(self, x: Inputs, samples: int | None) -> Predictive:
         """Return the predictive of one batch."""
-        x = self._checked(x, slopes=True)
+        x = self._check_inputs(x, slopes=True)
         predictive, form = self.posterior.predict(x, samples), self.network.image_form(x)
         return predictive if form is None else as_images(predictive, form)
 
@@ -1071,18 +1071,18 @@ class Fitted:
         )
         return stream, torch.device("cpu") if device is None else home
 
-    def _unchanged(self) -> None:
+    def _refuse_changed(self) -> None:
         """Raise if the model is in training mode or its weights have changed."""
         model = self.network.model
         refuse_training_mode(model)
         self.fingerprint.refuse_other(model)
 
-    def _checked(self, x: Inputs, slopes: bool = False) -> Inputs:
+    def _check_inputs(self, x: Inputs, slopes: bool = False) -> Inputs:
         """Return the inputs on the model's device; raise if they are empty or not finite, or the model has changed.
 
         With ``slopes``, those that require a gradient keep their path to it; raise if the method has none.
         """
-        self._unchanged()
+        self._refuse_changed()
         device = self.network.device
         x = as_tensors(x, self.network.arithmetic)
         x = move_inputs(x, lambda t: (t if slopes or not t.requires_grad else t.detach()).to(device))

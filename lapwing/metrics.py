@@ -172,7 +172,7 @@ def ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int = -100) -
     >>> round(ece(torch.tensor([0.25, 0.25, 0.25, 0.25]), torch.tensor([0, 0, 0, 0])), 4)
     0.25
     """
-    return _binned_error(*_stated(probs, y, ignore_index), bins)
+    return _binned_error(*_stated_and_true(probs, y, ignore_index), bins)
 
 
 def classwise_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int = -100) -> float:
@@ -204,7 +204,7 @@ def classwise_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int
     return sum(errors) / len(errors)
 
 
-def _stated(probs: Values, y: Values, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _stated_and_true(probs: Values, y: Values, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return stated probabilities (M,) and what came true: of the most probable class, or of binary labels."""
     binary = binary_labels(probs, y, ignore_index)
     if binary is not None:
@@ -240,7 +240,7 @@ def adaptive_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int 
     0.4
     """
     integer().check("bins", bins)
-    stated, true = _stated(probs, y, ignore_index)
+    stated, true = _stated_and_true(probs, y, ignore_index)
     gap = mean_of_ties(stated, true) - stated
     parts = gap[stated.argsort()].tensor_split(min(bins, len(gap)))
     return float(torch.stack([part.sum().abs() for part in parts]).sum() / len(gap))
@@ -295,7 +295,7 @@ def auroc(inside: Values, outside: Values) -> float:
     >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))
     0.875
     """
-    scores, count = _pooled(inside, outside)
+    scores, count = _rank_scores(inside, outside)
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)
     midranks = counts.cumsum(0).double() - 0.5 * (counts.double() - 1)
     n_outside = len(scores) - count
@@ -319,7 +319,7 @@ def aupr(inside: Values, outside: Values) -> float:
     >>> round(aupr(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9])), 4)
     0.8333
     """
-    scores, count = _pooled(inside, outside)
+    scores, count = _rank_scores(inside, outside)
     _, place = scores.unique(return_inverse=True)
     size = int(place.max()) + 1
     hits = torch.bincount(place[count:], minlength=size).flip(0)  # at each threshold, the highest first
@@ -343,13 +343,13 @@ def fpr95(inside: Values, outside: Values) -> float:
     >>> fpr95(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.3, 0.9]))
     0.5
     """
-    scores, count = _pooled(inside, outside)
+    scores, count = _rank_scores(inside, outside)
     needed = -(-19 * (len(scores) - count) // 20)  # 95 %, rounded up, in whole numbers
     threshold = scores[count:].sort(descending=True).values[needed - 1]
     return float((scores[:count] >= threshold).double().mean())
 
 
-def _pooled(inside: Values, outside: Values) -> tuple[Tensor, int]:
+def _rank_scores(inside: Values, outside: Values) -> tuple[Tensor, int]:
     """Return all scores in float64, those from inside first, and their number; raise unless both are (B,)."""
     inside, outside = numbers("inside", inside), numbers("outside", outside)
     if inside.ndim != 1 or outside.ndim != 1 or not len(inside) or not len(outside):
@@ -500,11 +500,11 @@ def joint_log_likelihood(probs: Values, y: Values, *, ignore_index: int = -100) 
     >>> round(joint_log_likelihood(draws, torch.tensor([1, 1])), 4)  # not 2 log ½: the labels are the same
     -0.6931
     """
-    right = _right(probs, y, ignore_index)
+    right = _probabilities_of_labels(probs, y, ignore_index)
     return float(right.log().sum(1).logsumexp(0)) - math.log(len(right))
 
 
-def _right(probs: Values, y: Values, ignore_index: int) -> Tensor:
+def _probabilities_of_labels(probs: Values, y: Values, ignore_index: int) -> Tensor:
     """Return the probabilities of the labels under each draw, (S, B), without the ignored ones."""
     probs, y = numbers("probs", probs), numbers("y", y)
     if probs.ndim != y.ndim + 2 or probs.shape[1:2] != y.shape[:1] or not len(probs):
@@ -668,7 +668,7 @@ def bootstrap(
     value, stream = _score(metric, tensors), independent_generator(generator)
     scores = torch.empty(resamples, dtype=torch.float64)
     for i in range(resamples):
-        drawn = _drawn(tensors[:1], stream) * len(tensors) if paired else _drawn(tensors, stream)
+        drawn = _resample_rows(tensors[:1], stream) * len(tensors) if paired else _resample_rows(tensors, stream)
         scores[i] = _score(metric, [t[rows.to(t.device)] for t, rows in zip(tensors, drawn, strict=True)])
     tail = 0.5 - 0.5 * level
     low, high = scores.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
@@ -690,7 +690,7 @@ def _rows(data: tuple[Values, ...], paired: bool) -> list[Tensor]:
     return tensors
 
 
-def _drawn(tensors: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+def _resample_rows(tensors: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     """Return row numbers for each tensor, drawn with replacement on the device of the generator."""
     like = torch.empty(0, dtype=torch.float64, device=generator.device)
     return [(uniform((len(t),), generator, like) * len(t)).long() for t in tensors]

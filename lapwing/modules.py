@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,17 @@ from lapwing.networks.forward import picked, refuse_training_mode
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
-from lapwing.predictives.labels import bridge, paired, probit_of
+from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.mixture import MixturePosterior
+from lapwing.posteriors.weight_space import Linearised
+from lapwing.predictives.labels import bridge, pairwise_logits, probit_logits
 from lapwing.runtime.memory import refuse_beyond
 from lapwing.runtime.settings import one_of
-from lapwing.values.functions import isolated
+from lapwing.values.functions import isolate
 from lapwing.values.gaussian import FunctionGaussian, normal_rule
+
+if TYPE_CHECKING:
+    from lapwing.fitted import Fitted
 
 SAME = 1e-9  # change of a parameter, relative to its norm, that counts as rounding
 
@@ -40,7 +46,7 @@ class PosteriorModule(nn.Module):
         returns: "logits", "probs" or "moments".
     """
 
-    def __init__(self, fitted: Any, returns: str) -> None:
+    def __init__(self, fitted: Fitted, returns: str) -> None:
         super().__init__()
         self.model, self.returns = fitted.network.model, returns
         self.output, self.fingerprint = fitted.network.output, fitted.fingerprint
@@ -70,7 +76,7 @@ class PosteriorModule(nn.Module):
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
 
-def captured() -> bool:
+def is_recording() -> bool:
     """Return whether operations are recorded, by ``torch.export``, ONNX, ``torch.compile`` or a trace, and not run."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return True
@@ -121,7 +127,7 @@ class NoForm(nn.Module):
         return torch.zeros_like(mean.unsqueeze(-1) * mean.unsqueeze(-2))
 
 
-def quadratic_form(posterior: Any, network: Network) -> nn.Module:
+def quadratic_form(posterior: Linearised, network: Network) -> nn.Module:
     """Return the covariance of the outputs as a module of the features, for a posterior over one linear map."""
     (block,) = network.layout
     d_out, d_in = block.d_out, block.d_in
@@ -191,7 +197,7 @@ class ClosedForm(PosteriorModule):
 
     def __init__(
         self,
-        fitted: Any,
+        fitted: Fitted,
         head: nn.Module | None,
         forms: Sequence[nn.Module],
         components: Sequence[Component],
@@ -206,13 +212,13 @@ class ClosedForm(PosteriorModule):
         self.register_buffer("weights", weights.to(dtype))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if captured():
+        if is_recording():
             refuse_training_mode(self.model)
             return self._computed(inputs, named)
         self.refuse_changed()
         given = inputs, named
         with nullcontext() if wants_slopes(given) else torch.no_grad():
-            results = isolated(lambda given: _listed(self._computed(*given)), given)
+            results = isolate(lambda given: _as_tuple(self._computed(*given)), given)
         return results if self.returns == "moments" else results[0]
 
     def _computed(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -252,7 +258,7 @@ class ClosedForm(PosteriorModule):
         return self._average([c.scale * c.likelihood.widening * each[c.belief] for c in self.components])
 
     def _classes(self, mean: Tensor, covs: list[Tensor]) -> Any:
-        each = [CLASS_LINKS[c.likelihood.link](*_scaled(c, mean, covs)) for c in self.components]
+        each = [CLASS_LINKS[c.likelihood.link](*_belief_of(c, mean, covs)) for c in self.components]
         log_weights: Tensor = torch.log(self.weights)
         log_probs = torch.logsumexp(torch.stack(each, -1) + log_weights, -1)
         if self.returns == "logits":
@@ -260,7 +266,7 @@ class ClosedForm(PosteriorModule):
         return log_probs.exp() if self.returns == "probs" else (log_probs.exp(), self._variance(covs))
 
     def _labels(self, mean: Tensor, covs: list[Tensor]) -> Any:
-        probs = self._average([LABEL_LINKS[c.likelihood.link](*_scaled(c, mean, covs)) for c in self.components])
+        probs = self._average([LABEL_LINKS[c.likelihood.link](*_belief_of(c, mean, covs)) for c in self.components])
         if self.returns == "logits":
             return probs.log() - (1 - probs).log()
         return probs if self.returns == "probs" else (probs, self._variance(covs))
@@ -274,7 +280,7 @@ class ClosedForm(PosteriorModule):
         return mean, self._variance(covs) + self._average(noise)
 
 
-def _scaled(component: Component, mean: Tensor, covs: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _belief_of(component: Component, mean: Tensor, covs: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return mean and covariance of the logits that a component predicts from."""
     factor, cov = 1 / component.likelihood.link_temperature, covs[component.belief]
     offset = component.likelihood.logit_offset
@@ -284,18 +290,18 @@ def _scaled(component: Component, mean: Tensor, covs: list[Tensor]) -> tuple[Ten
     return mean, (component.scale * factor**2) * cov
 
 
-def _listed(results: Any) -> Sequence[Tensor]:
+def _as_tuple(results: Any) -> Sequence[Tensor]:
     return [results] if isinstance(results, Tensor) else results  # type: ignore[no-any-return]
 
 
 def _pairwise(mean: Tensor, cov: Tensor) -> Tensor:
     own = cov.diagonal(dim1=-2, dim2=-1)
     spread = (own.unsqueeze(-1) + own.unsqueeze(-2) - 2 * cov).clamp_min(0)
-    return paired(mean, spread).log_softmax(-1)
+    return pairwise_logits(mean, spread).log_softmax(-1)
 
 
 def _probit(mean: Tensor, cov: Tensor) -> Tensor:
-    return probit_of(mean, cov.diagonal(dim1=-2, dim2=-1)).log_softmax(-1)
+    return probit_logits(mean, cov.diagonal(dim1=-2, dim2=-1)).log_softmax(-1)
 
 
 def _quadrature(mean: Tensor, cov: Tensor) -> Tensor:
@@ -309,7 +315,7 @@ CLASS_LINKS = {
 }  # fmt: skip
 LABEL_LINKS = {
     "quadrature": _quadrature,
-    "probit": lambda mean, cov: probit_of(mean, cov.diagonal(dim1=-2, dim2=-1)).sigmoid(),
+    "probit": lambda mean, cov: probit_logits(mean, cov.diagonal(dim1=-2, dim2=-1)).sigmoid(),
 }
 KINDS: dict[type, Any] = {
     Categorical: ClosedForm._classes, Bernoulli: ClosedForm._labels, Gaussian: ClosedForm._numbers,
@@ -358,7 +364,7 @@ class Predicting(PosteriorModule):
         why: Why it cannot be exported.
     """
 
-    def __init__(self, fitted: Any, returns: str, why: str) -> None:
+    def __init__(self, fitted: Fitted, returns: str, why: str) -> None:
         super().__init__(fitted, returns)
         self.fitted, self.why = fitted, why
 
@@ -366,7 +372,7 @@ class Predicting(PosteriorModule):
         return f"cannot be exported: {self.why}"
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if captured():
+        if is_recording():
             raise UnsupportedError(
                 f"{self.why}; an exported program needs a closed form, and this posterior has none. Fit with "
                 "weights=lw.last_layer, a model that ends in nn.Linear, and Categorical (links pairwise, probit, "
@@ -385,7 +391,7 @@ class Predicting(PosteriorModule):
         return shaped(_logits(predictive) if self.returns == "logits" else predictive.probs)
 
 
-def _moments(fitted: Any, predictive: Any, x: Any) -> tuple[Tensor, Tensor]:
+def _moments(fitted: Fitted, predictive: Any, x: Any) -> tuple[Tensor, Tensor]:
     if hasattr(predictive, "probs"):
         return predictive.probs, fitted.functions(x).variance
     return predictive.mean, predictive.variance
@@ -402,7 +408,7 @@ def _logits(predictive: Any) -> Tensor:
 ModuleOf = ClosedForm | Predicting
 
 
-def module_of(fitted: Any, returns: str) -> ModuleOf:
+def module_of(fitted: Fitted, returns: str) -> ModuleOf:
     """Return a fitted posterior as a module: in closed form where it has one."""
     one_of(RETURNS).check("returns", returns)
     posterior, network = fitted.posterior, fitted.network
@@ -415,14 +421,14 @@ def module_of(fitted: Any, returns: str) -> ModuleOf:
         return Predicting(fitted, returns, "; ".join(why))
     if not any(component.scale for component in components):
         return ClosedForm(fitted, None, [NoForm() for _ in members], components, None, returns)
-    forms = [quadratic_form(each, network) if each.linearised else NoForm() for each in members]
+    forms = [quadratic_form(each, network) if isinstance(each, Linearised) else NoForm() for each in members]
     shift = None if network.shift is None else network.layout[0].arrange(network.selection.split(network.shift))[0]
     return ClosedForm(fitted, head_of(network), forms, components, shift, returns)
 
 
-def _components(posterior: Any) -> tuple[list[Component], list[Any]]:
+def _components(posterior: Posterior) -> tuple[list[Component], list[Posterior]]:
     """Return what the predictive is averaged from, and the posterior of each belief."""
-    if posterior is posterior.base:
+    if not isinstance(posterior, MixturePosterior):
         return [Component(0, float(posterior.has_spread), posterior.problem.likelihood, 1.0)], [posterior]
     pairs = zip(posterior.cells, posterior.weights.tolist(), strict=True)
     return [Component(c.belief, c.scale, c.likelihood, w) for c, w in pairs], list(posterior.members)

@@ -39,7 +39,7 @@ def choose_inputs(
     SAMPLES.check("samples", samples)
     refuse_tokens(posterior.network, "acquire")
     refuse_shuffled(pool, "pool")
-    posterior._unchanged()
+    posterior._refuse_changed()
     with torch.no_grad():
         batches = input_batches(posterior, one_or_loader(posterior.network, pool), target_key, progress)
         if by != "batch":

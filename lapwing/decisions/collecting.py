@@ -231,7 +231,7 @@ def rows_of(
         UnsupportedError: If the network has an output for each token or pixel.
         DataError: If data are empty, every target is ignored, or all data of a calibration were used before.
     """
-    posterior._unchanged()
+    posterior._refuse_changed()
     refuse_tokens(posterior.network, name)
     rows: list[Tensor] = []
     with torch.no_grad():
@@ -258,7 +258,7 @@ def input_batches(posterior: Fitted, x: Inputs, target_key: str | None, progress
     network = posterior.network
     x = as_tensors(x, network.arithmetic)
     if not is_loader(x, network.input_places):
-        return iter((posterior._checked(x),))
+        return iter((posterior._check_inputs(x),))
     return iter(
         InputStream(
             x,

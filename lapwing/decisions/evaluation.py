@@ -123,7 +123,7 @@ def score_posteriors(
     gathered = {name: _EvaluationRows() for name in posteriors}
     first = next(iter(posteriors.values()))[0]
     for fitted, _ in posteriors.values():
-        fitted._unchanged()
+        fitted._refuse_changed()
     with torch.no_grad():
         source = source_of(first.network, data, "data", target_key, progress)
         for batch in batches_of(first.network, source):

@@ -351,7 +351,7 @@ def score_inputs(
 ) -> Tensor:  # fmt: skip
     """Return the score of every input of a batch or a loader, (B,) in float64 on the CPU; add them to a sketch."""
     refuse_tokens(posterior.network, "ood")
-    posterior._unchanged()
+    posterior._refuse_changed()
     parts = []
     with torch.no_grad():
         for batch in input_batches(posterior, x, target_key, progress):

@@ -22,7 +22,7 @@ from lapwing.likelihoods.base import (
     refuse_other_loss,
     refuse_unused,
 )
-from lapwing.predictives.base import checked_distributions, is_soft
+from lapwing.predictives.base import check_distributions, is_soft
 from lapwing.predictives.labels import LINKS, SoftmaxPredictive, SoftmaxSamples
 from lapwing.runtime.settings import (
     FINITE,
@@ -150,7 +150,7 @@ class Categorical(HasSettings, LogitLikelihood):
         """Return targets that are probabilities of the classes; raise if their rows are no distributions."""
         if self.shift:
             raise DataError("Categorical(shift=True): targets are probabilities; expected tokens (B, T).")
-        return checked_distributions(y.to(f.dtype))
+        return check_distributions(y.to(f.dtype))
 
     def check_outputs(self, f: Tensor) -> None:
         """Raise if the outputs are probabilities, which as logits would be near uniform, or do not show the classes."""

@@ -155,9 +155,9 @@ class ClassPredictive(LabelPredictive):
             DataError: A label is not one of the classes, or a row is no distribution.
         """
         if is_soft(y, self.log_probs):
-            y = checked_distributions(y.to(self.log_probs))
+            y = check_distributions(y.to(self.log_probs))
             return torch.where(y > 0, y * self.log_probs, 0.0).sum(-1)
-        return self.log_probs.gather(-1, checked_labels(y, self.log_probs)).squeeze(-1)
+        return self.log_probs.gather(-1, check_labels(y, self.log_probs)).squeeze(-1)
 
     @property
     def standard_error(self) -> Tensor:
@@ -415,7 +415,7 @@ def is_soft(y: Any, like: Tensor) -> bool:
     return isinstance(y, Tensor) and y.is_floating_point() and y.shape == like.shape
 
 
-def checked_distributions(y: Tensor) -> Tensor:
+def check_distributions(y: Tensor) -> Tensor:
     """Return probabilities of classes (..., C); raise unless every row is a distribution."""
     low, sums = float(y.min()) if y.numel() else 0.0, y.double().sum(-1)
     wrong = (sums - 1).abs() > SUM
@@ -428,9 +428,9 @@ def checked_distributions(y: Tensor) -> Tensor:
     return y
 
 
-def checked_labels(y: Any, like: Tensor) -> Tensor:
+def check_labels(y: Any, like: Tensor) -> Tensor:
     """Return class numbers as (..., 1) for logits or probabilities ``like`` (..., C); raise unless they are such."""
-    shape, count, y = like.shape[:-1], like.shape[-1], given_tensor(y)
+    shape, count, y = like.shape[:-1], like.shape[-1], to_tensor(y)
     whole = isinstance(y, Tensor) and not y.is_floating_point() and not y.is_complex()
     if not whole or y.shape not in (shape, (*shape, 1)):
         raise DataError(
@@ -448,13 +448,13 @@ def checked_labels(y: Any, like: Tensor) -> Tensor:
     return numbers
 
 
-def checked_numbers(y: Any, like: Tensor, one: bool = True, within: tuple[float, float] | None = None) -> Tensor:
+def check_numbers(y: Any, like: Tensor, one: bool = True, within: tuple[float, float] | None = None) -> Tensor:
     """Return numbers in the shape and dtype of ``like``; raise for another shape, complex numbers and NaN.
 
     A single output may come without its dimension. ``one`` allows one number for all. ``within`` has the lowest and
     the highest that is possible.
     """
-    given = given_tensor(y)
+    given = to_tensor(y)
     TENSOR.check("y", given)
     if (given.ndim or not one) and given.shape != like.shape and (*given.shape, 1) != like.shape:
         expected = f"{tuple(like.shape)}, one number for each output" + (", or one for all" if one else "")
@@ -466,7 +466,7 @@ def checked_numbers(y: Any, like: Tensor, one: bool = True, within: tuple[float,
     return numbers.reshape(like.shape) if numbers.ndim else numbers
 
 
-def given_tensor(y: Any) -> Any:
+def to_tensor(y: Any) -> Any:
     """Return a number, a list or an array as a tensor; anything else as it is, for the error message."""
     try:
         return torch.as_tensor(y)

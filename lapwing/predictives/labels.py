@@ -19,8 +19,8 @@ from lapwing.predictives.base import (
     LabelPredictive,
     Mixture,
     MultilabelPredictive,
-    checked_labels,
-    checked_numbers,
+    check_labels,
+    check_numbers,
     is_soft,
 )
 from lapwing.runtime.memory import gathered, runs
@@ -38,10 +38,10 @@ COPIES = 4  # of a (C, C) intermediate that a link holds for each input
 
 def probit(belief: FunctionGaussian) -> Tensor:
     """Return log softmax(m / sqrt(1 + π/8 var)), (B, C). It needs variances only."""
-    return probit_of(belief.mean, belief.variance).log_softmax(-1)
+    return probit_logits(belief.mean, belief.variance).log_softmax(-1)
 
 
-def probit_of(mean: Tensor, variance: Tensor) -> Tensor:
+def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
     """Return m / sqrt(1 + π/8 var)."""
     return mean / torch.sqrt(1 + math.pi / 8 * variance)
 
@@ -70,11 +70,11 @@ def pairwise(belief: FunctionGaussian) -> Tensor:
         spread = own[part].unsqueeze(-1) + own[part].unsqueeze(-2)
         if cov is not None:
             spread = torch.add(spread, cov[part], alpha=-2).clamp_min(0)
-        logits.append(paired(flat[part], spread))
+        logits.append(pairwise_logits(flat[part], spread))
     return torch.cat(logits).reshape(mean.shape).log_softmax(-1) if logits else mean.log_softmax(-1)
 
 
-def paired(mean: Tensor, spread: Tensor) -> Tensor:
+def pairwise_logits(mean: Tensor, spread: Tensor) -> Tensor:
     """Return l (..., C) of ``pairwise`` from the means (..., C) and the variances s of all differences, (..., C, C)."""
     ahead = mean.unsqueeze(-2) - mean.unsqueeze(-1)  # m_i - m_k
     shrink = torch.add(torch.ones_like(spread[:1, :1, :1]), spread, alpha=LOGISTIC).rsqrt()
@@ -216,7 +216,7 @@ class BinaryPredictive(MultilabelPredictive):
         return self._log_odds[0].exp()
 
     def log_prob(self, y: Tensor) -> Tensor:
-        return self.log_prob_each(checked_numbers(y, self.probs, one=False, within=(0, 1))).sum(-1)
+        return self.log_prob_each(check_numbers(y, self.probs, one=False, within=(0, 1))).sum(-1)
 
     def log_prob_each(self, y: Tensor) -> Tensor:
         """Return the log-probability of the target of each label by itself, (B, C)."""
@@ -300,7 +300,7 @@ class SoftmaxPredictive(ClassPredictive):
     @staticmethod
     def mixed(components: tuple[SoftmaxPredictive, ...], weights: Tensor) -> ClassMixture:
         """Return the mixture of predictives of the same inputs."""
-        return ClassMixture(tuple(_stacked(components)), weights)
+        return ClassMixture(tuple(_stack_components(components)), weights)
 
     @cached_property
     def log_probs(self) -> Tensor:
@@ -329,7 +329,7 @@ LINKS: dict[str, Callable[[SoftmaxPredictive], Tensor]] = {
 }
 
 
-def _stacked(components: Sequence[SoftmaxPredictive]) -> Iterator[SoftmaxPredictive]:
+def _stack_components(components: Sequence[SoftmaxPredictive]) -> Iterator[SoftmaxPredictive]:
     """Yield the predictives with a leading dimension: all at once where their covariances are small."""
     mean = components[0].belief.mean
     each = mean.element_size() * mean.numel() * mean.shape[-1]
@@ -436,7 +436,7 @@ class SoftmaxSamples(ClassPredictive):
     @property
     def averaged(self) -> AveragedClasses:
         """The same without the functions, which take K times the memory of the probabilities."""
-        return AveragedClasses(self.log_probs, *self._of_functions)
+        return AveragedClasses(self.log_probs, *self._entropy_and_error)
 
     @property
     def integrated_probs(self) -> Tensor:
@@ -444,7 +444,7 @@ class SoftmaxSamples(ClassPredictive):
 
     @property
     def aleatoric(self) -> Tensor:
-        return self._of_functions[0]
+        return self._entropy_and_error[0]
 
     @property
     def standard_error(self) -> Tensor:
@@ -452,14 +452,14 @@ class SoftmaxSamples(ClassPredictive):
         return self.averaged.standard_error
 
     @cached_property
-    def _of_functions(self) -> tuple[Tensor, Tensor | None]:
+    def _entropy_and_error(self) -> tuple[Tensor, Tensor | None]:
         """The expected entropy, and the standard error of the average softmax, of the whole functions."""
         mean = self.parts[0].mean
         entropy, draws = mean.new_zeros(mean.shape[:-1]), dict[int, Tensor]()
         for part, weight in zip(self.parts, self.weights, strict=True):
             if part.pairs:  # what each draw adds to the probabilities, (K, B, [T,] C); cells may share draws
                 draws.setdefault(id(part.steps), torch.zeros_like(part.steps))
-            for pairs, logits in _in_turn(part):
+            for pairs, logits in _draw_chunks(part):
                 log_p = logits.log_softmax(-1)
                 p = log_p.exp()
                 entropy -= weight / max(1, 2 * part.pairs) * (p * log_p).sum(-1).sum(0)
@@ -474,11 +474,11 @@ class SoftmaxSamples(ClassPredictive):
     def log_prob(self, y: Tensor) -> Tensor:
         if is_soft(y, self.parts[0].mean):
             return super().log_prob(y)
-        y = checked_labels(y, self.parts[0].mean)
+        y = check_labels(y, self.parts[0].mean)
         each = []
         for part, weight in zip(self.parts, self.weights, strict=True):
             smooth = _Smoothed.of(part)
-            for logits in smooth.in_turn():
+            for logits in smooth.chunks():
                 chosen = logits.log_softmax(-1).gather(-1, y.expand(len(logits), *y.shape))
                 each.append(chosen.squeeze(-1) + math.log(weight / smooth.count))
         return torch.cat(each).logsumexp(0)
@@ -488,7 +488,7 @@ class SoftmaxSamples(ClassPredictive):
         probs = torch.zeros_like(self.parts[0].mean)
         for part, weight in zip(self.parts, self.weights, strict=True):
             smooth = _Smoothed.of(part)
-            for logits in smooth.in_turn():
+            for logits in smooth.chunks():
                 probs += weight / smooth.count * logits.softmax(-1).sum(0)
         return probs.log() if bool((probs > SMALL).all()) else self._log_averages()
 
@@ -497,7 +497,7 @@ class SoftmaxSamples(ClassPredictive):
         total = torch.full_like(self.parts[0].mean, -math.inf)
         for part, weight in zip(self.parts, self.weights, strict=True):
             smooth = _Smoothed.of(part)
-            for logits in smooth.in_turn():
+            for logits in smooth.chunks():
                 share = math.log(weight / smooth.count)
                 total = torch.logaddexp(total, logits.log_softmax(-1).logsumexp(0) + share)
         return total
@@ -525,14 +525,14 @@ class _Smoothed:
         """The number of functions."""
         return max(1, 2 * self.part.pairs)
 
-    def in_turn(self) -> Iterator[Tensor]:
+    def chunks(self) -> Iterator[Tensor]:
         """Yield the logits of a few draws after another, (n, B, [T,] C)."""
         part = replace(self.part, mean=self.shrink * self.part.mean)
-        for _, logits in _in_turn(part, self.shrink * self.narrow):
+        for _, logits in _draw_chunks(part, self.shrink * self.narrow):
             yield logits
 
 
-def _in_turn(part: FunctionSamples, width: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+def _draw_chunks(part: FunctionSamples, width: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
     """Yield the numbers of a few draws and their functions (n, B, [T,] C); the mean alone if there are none.
 
     The steps of each input are multiplied by ``width`` (B, [T,] 1).

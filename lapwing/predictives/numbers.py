@@ -26,7 +26,7 @@ from lapwing.predictives.base import (
     Mixture,
     NumberPredictive,
     cdf,
-    checked_numbers,
+    check_numbers,
     log_density,
     quantile,
     whole_quantile,
@@ -85,7 +85,7 @@ class DensityMixture(NumberMixture["NormalPredictive | StudentPredictive"]):
     def log_prob(self, y: Tensor) -> Tensor:
         if self.mean.shape[-1] > 1:
             return super().log_prob(y)
-        y = checked_numbers(y, self.mean, one=False)
+        y = check_numbers(y, self.mean, one=False)
         each = [
             log_weights + log_density((y - means) / widths, degrees) - widths.log()
             for degrees, log_weights, means, widths in self._families
@@ -93,7 +93,7 @@ class DensityMixture(NumberMixture["NormalPredictive | StudentPredictive"]):
         return torch.logsumexp(torch.cat(each), 0).squeeze(-1)
 
     def cdf(self, y: Tensor | float) -> Tensor:
-        y = checked_numbers(y, self.mean)
+        y = check_numbers(y, self.mean)
         each = [w.exp() * cdf((y - means) / widths, degrees) for degrees, w, means, widths in self._families]
         return torch.cat(each).sum(0)
 
@@ -225,10 +225,10 @@ class NormalPredictive(NumberPredictive):
         return self.mean + z * self.std
 
     def cdf(self, y: Tensor | float) -> Tensor:
-        return torch.special.ndtr((checked_numbers(y, self.mean) - self.mean) / self.std)
+        return torch.special.ndtr((check_numbers(y, self.mean) - self.mean) / self.std)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        out: Tensor = self.distribution.log_prob(checked_numbers(y, self.mean, one=False))
+        out: Tensor = self.distribution.log_prob(check_numbers(y, self.mean, one=False))
         return out
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -302,7 +302,7 @@ class StudentPredictive(NumberPredictive):
         return self.scale * (self.belief.variance + self.noise).sqrt()
 
     def cdf(self, y: Tensor | float) -> Tensor:
-        return cdf((checked_numbers(y, self.mean) - self.mean) / self.width, self.degrees)
+        return cdf((check_numbers(y, self.mean) - self.mean) / self.width, self.degrees)
 
     def quantile(self, level: float) -> Tensor:
         zero = torch.zeros((), dtype=torch.float64)
@@ -310,7 +310,7 @@ class StudentPredictive(NumberPredictive):
         return self.mean + t * self.width
 
     def log_prob(self, y: Tensor) -> Tensor:
-        y = checked_numbers(y, self.mean, one=False)
+        y = check_numbers(y, self.mean, one=False)
         outputs, nu = y.shape[-1], self.degrees
         if outputs == 1:
             width = self.width.squeeze(-1)
@@ -413,7 +413,7 @@ class CountPredictive(NumberPredictive):
         )
 
     def log_prob(self, y: Tensor) -> Tensor:
-        y = checked_numbers(y, self.mean, one=False, within=(0, math.inf)).unsqueeze(-1)
+        y = check_numbers(y, self.mean, one=False, within=(0, math.inf)).unsqueeze(-1)
         if not bool((y == y.round()).all()):
             raise DataError("y has fractions; expected counts: whole numbers from 0.")
 
@@ -430,7 +430,7 @@ class CountPredictive(NumberPredictive):
 
     def cdf(self, y: Tensor | float) -> Tensor:
         """Return the probability of at most y counts, for each output by itself, (B, C) in float64."""
-        count = checked_numbers(y, self.mean.double()).floor().expand(self.mean.shape)
+        count = check_numbers(y, self.mean.double()).floor().expand(self.mean.shape)
 
         def below(rows: slice) -> Tensor:
             nodes, weights = normal_nodes(self.belief, rows)
@@ -462,7 +462,7 @@ class CountPredictive(NumberPredictive):
         """Return the largest count that is likely for one of the inputs."""
         return int(self.reach(12).max().item())
 
-    def _summed(self, top: int, total: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def _sum_over_counts(self, top: int, total: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return ``total`` of log p(k | rate), (B, C, nodes, counts), for counts k up to ``top``, and of weights."""
         if FEW * top * self.mean.numel() > 2**28:
             raise NumericalError(
@@ -486,11 +486,11 @@ class CountPredictive(NumberPredictive):
 
     def log_probs_to(self, top: int) -> Tensor:
         """Return the log-probabilities of the counts from zero to ``top``, (B, C, top + 1) in float64."""
-        return self._summed(top, lambda each, weights: torch.logsumexp(each + weights.log().unsqueeze(-1), -2))
+        return self._sum_over_counts(top, lambda each, weights: torch.logsumexp(each + weights.log().unsqueeze(-1), -2))
 
     @cached_property
     def known_entropy(self) -> Tensor:
         """The entropy of the counts in nats that is expected at a known rate, (B,) in float64."""
-        return self._summed(
+        return self._sum_over_counts(
             self.top_count(), lambda each, weights: (-(each.exp() * each).sum(-1) * weights).sum((-1, -2))
         )

@@ -150,7 +150,7 @@ class Numbers:
     gaps: Tensor | None = None
     data: Tensor | None = None
 
-    def summed(self, values: Tensor) -> Tensor:
+    def sum_by_input(self, values: Tensor) -> Tensor:
         """Return the sums of values (M, K) over the data of each input, (N, K)."""
         return values.new_zeros(self.inputs, values.shape[1]).index_add_(0, self.owner, values)
 
@@ -164,8 +164,8 @@ class Numbers:
         """
         values = values.unsqueeze(1) if values.ndim == 1 else values
         weight = torch.ones_like(values[:, :1]) if share is None else share.unsqueeze(1)
-        counts = self.summed(weight).squeeze(1)
-        return MeanScore(name, self.summed(weight * values), counts, _first if of is None else of, **more)
+        counts = self.sum_by_input(weight).squeeze(1)
+        return MeanScore(name, self.sum_by_input(weight * values), counts, _first if of is None else of, **more)
 
     def classwise(self) -> MeanScore | None:
         """Return the calibration error of each class by itself, averaged over classes; None for many classes."""

@@ -22,8 +22,8 @@ from lapwing.predictives.base import (
     MultilabelPredictive,
     NumberPredictive,
     Predictive,
-    checked_numbers,
-    given_tensor,
+    check_numbers,
+    to_tensor,
 )
 from lapwing.predictives.labels import AveragedClasses
 from lapwing.predictives.numbers import NumberDistribution
@@ -99,7 +99,7 @@ class View(Predictive, Generic[P]):
 
     def flat(self, y: Any) -> Any:
         """Return targets of images as those of pixels; a single number, and other targets, as they are."""
-        y = given_tensor(y)
+        y = to_tensor(y)
         return self.form.targets(y) if self.form is not None and isinstance(y, Tensor) and y.ndim else y
 
     @property
@@ -158,7 +158,7 @@ class LabelView(View[MultilabelPredictive], MultilabelPredictive):
     mutual_information = of_data(lambda part: part.mutual_information)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        y = checked_numbers(self.flat(y), self.rows(lambda part: part.probs), one=False, within=(0, 1))
+        y = check_numbers(self.flat(y), self.rows(lambda part: part.probs), one=False, within=(0, 1))
         return self.as_data(self.rows_at(lambda part, own: part.log_prob(own), y))
 
     def known_log_prob(self, y: Tensor, known: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class NumberView(View[NumberPredictive], NumberPredictive):
         return self.parts[0].scoring
 
     def cdf(self, y: Tensor | float) -> Tensor:
-        y = checked_numbers(self.flat(y), self.rows(lambda part: part.mean))
+        y = check_numbers(self.flat(y), self.rows(lambda part: part.mean))
         if not y.ndim:
             return self.as_outputs(self.rows(lambda part: part.cdf(y)))
         return self.as_outputs(self.rows_at(lambda part, own: part.cdf(own), y))
@@ -193,7 +193,7 @@ class NumberView(View[NumberPredictive], NumberPredictive):
         return self.as_outputs(self.rows(lambda part: part.quantile(level)))
 
     def log_prob(self, y: Tensor) -> Tensor:
-        y = checked_numbers(self.flat(y), self.rows(lambda part: part.mean), one=False)
+        y = check_numbers(self.flat(y), self.rows(lambda part: part.mean), one=False)
         return self.as_data(self.rows_at(lambda part, own: part.log_prob(own), y))
 
 

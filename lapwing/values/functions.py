@@ -98,7 +98,7 @@ class FunctionSamples:
 Compute = Callable[[Inputs], Sequence[Tensor]]
 
 
-def isolated(compute: Compute, x: Inputs) -> tuple[Tensor, ...]:
+def isolate(compute: Compute, x: Inputs) -> tuple[Tensor, ...]:
     """Return what ``compute`` returns for x, differentiable once in the tensors of x that require a gradient.
 
     The graph inside leads to copies of these tensors, so that a backward pass reaches nothing else.
@@ -108,7 +108,7 @@ def isolated(compute: Compute, x: Inputs) -> tuple[Tensor, ...]:
         x: The inputs.
 
     >>> weight, x = torch.ones(2, requires_grad=True), torch.ones(3, 2, requires_grad=True)
-    >>> isolated(lambda x: [x @ weight], x)[0].sum().backward()
+    >>> isolate(lambda x: [x @ weight], x)[0].sum().backward()
     >>> x.grad.sum(), weight.grad
     (tensor(6.), None)
     """
@@ -134,9 +134,9 @@ def differentiable_beliefs(
         covariances = (form.covariance for form in forms)
         return [*(form.mean for form in forms), *(each for each in covariances if isinstance(each, Tensor))]
 
-    tensors.extend(isolated(whole, x))
+    tensors.extend(isolate(whole, x))
     means, covariances = tensors[: len(forms)], iter(tensors[len(forms) :])
-    later = lambda i, part: lambda: isolated(lambda inner: [part(compute(inner)[i])], x)[0]
+    later = lambda i, part: lambda: isolate(lambda inner: [part(compute(inner)[i])], x)[0]
     return [
         FunctionGaussian(
             mean,

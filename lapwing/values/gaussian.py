@@ -167,7 +167,7 @@ def _image_form(dims: int) -> str:
 
 
 def _checked(name: str, given: Any, expected: str, dims: tuple[int, ...], size: int | None = None) -> Tensor:
-    """Return the numbers as a tensor; raise if they are no whole numbers, out of range, or of another shape."""
+    """Return the numbers as a tensor; raise if they are not whole numbers, out of range, or of another shape."""
 
     def holds(value: Any) -> bool:
         t = torch.as_tensor(value)
@@ -466,25 +466,23 @@ def _refuse_below(values: Tensor, floor: Tensor, what: str) -> None:
         )
 
 
+NODES = 512  # they integrate a sigmoid of logits with a standard deviation of up to 30 to about 1e-9
+
+
 @lru_cache(maxsize=4)
-def _rule(count: int) -> tuple[Tensor, Tensor]:
-    """Return nodes and weights of the trapezoidal rule, which converges faster than any power for smooth integrands."""
+def normal_rule(count: int = NODES) -> tuple[Tensor, Tensor]:
+    """Return nodes of a standard normal and their weights, (count,) each, in float64.
+
+    The trapezoidal rule converges faster than any power for smooth integrands.
+    """
     nodes = torch.linspace(-REACH, REACH, count, dtype=torch.float64)
     weights = torch.exp(-0.5 * nodes.square())
     return nodes, weights / weights.sum()
 
 
-NODES = 512  # they integrate a sigmoid of logits with a standard deviation of up to 30 to about 1e-9
-
-
-def normal_rule(count: int = NODES) -> tuple[Tensor, Tensor]:
-    """Return nodes of a standard normal and their weights, (count,) each, in float64."""
-    return _rule(count)
-
-
 def normal_nodes(belief: FunctionGaussian, rows: slice = slice(None), count: int = NODES) -> tuple[Tensor, Tensor]:
     """Return values of f (B, C, count) at some of the inputs, and their weights (count,), which sum to one."""
-    nodes, weights = _rule(count)
+    nodes, weights = normal_rule(count)
     nodes, weights = nodes.to(belief.mean), weights.to(belief.mean)
     return belief.mean[rows].unsqueeze(-1) + belief.std[rows].unsqueeze(-1) * nodes, weights
 

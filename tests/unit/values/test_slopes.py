@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev, vmap
 
 import lapwing as lw
 from lapwing.runtime.memory import limited
-from lapwing.values.functions import isolated
+from lapwing.values.functions import isolate
 from tests import problems
 from tests.tolerances import SOLVED, assert_close
 
@@ -227,8 +227,8 @@ def test_isolated_inputs_of_several_tensors() -> None:
     """Tensors that require no gradient, and results that do not depend on the inputs."""
     a, b = generated(NEW, 2).requires_grad_(), generated(NEW, 2, seed=1)
     compute: Callable[[Any], Any] = lambda t: [(t["a"] * t["b"]).sum(1), t["b"].sum(1)]
-    product, constant = isolated(compute, {"a": a, "b": b})
+    product, constant = isolate(compute, {"a": a, "b": b})
     assert_close(torch.autograd.grad(product.sum(), a, retain_graph=True)[0], b)
     assert_close(torch.autograd.grad((product + constant).sum(), a)[0], b)
-    (alone,) = isolated(lambda t: [t["b"]], {"a": a, "b": b})
+    (alone,) = isolate(lambda t: [t["b"]], {"a": a, "b": b})
     assert float(torch.autograd.grad(alone.sum(), a)[0].abs().max()) == 0
