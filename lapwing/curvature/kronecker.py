@@ -346,7 +346,7 @@ class _KroneckerSum(BlockSum):
         return KroneckerBlock(self._inp.value(totals[:half]), self._out.value(totals[half:-1]), float(totals[-1]))
 
 
-def eigen_shared(kron: C, processes: Processes) -> C:
+def share_decompositions(kron: C, processes: Processes) -> C:
     """Return the curvature with its eigendecompositions done, each by one of the processes; alone, when needed.
 
     Those of a curvature for each output depend on the noise, so every process does them all.

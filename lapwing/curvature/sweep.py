@@ -428,7 +428,7 @@ class PerOutputCurvature:
         return cls(parts, fields["start"])
 
 
-def swept(
+def accumulate(
     compute: Callable[[Sweep], Curvature], problem: Problem, data: Data, seeds: Seeds, label: str
 ) -> tuple[Curvature | PerOutputCurvature, Statistics, Estimate | None]:
     """Return the curvature that ``compute`` sums over a pass, or one for each output if each output learns its noise.
@@ -447,7 +447,7 @@ def swept(
     return PerOutputCurvature(parts, likelihood.ratios), replace(statistics, losses=losses), sweeps[0].estimate
 
 
-def chosen_seeds(
+def choose_seeds(
     curvature: str | None, draws: int, problem: Problem, generator: torch.Generator | None, process: int = 0
 ) -> Seeds:
     """Return the seeds of a curvature; without a name, the exact ones where that is affordable, else drawn ones.

@@ -9,7 +9,7 @@ import torch
 
 from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.kronecker import blockwise_sum
-from lapwing.curvature.sweep import CURVATURES, DRAWS, chosen_seeds, swept
+from lapwing.curvature.sweep import CURVATURES, DRAWS, accumulate, choose_seeds
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance, Exactness, Method, Offer, Requirements
 from lapwing.methods.cost import Cost, Work, Workload
@@ -49,11 +49,11 @@ class Diagonal(SumsData, Method):
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Diagonal(), "orthogonal"),))
 
-    def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
+    def sum_data(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         network = problem.network
         compute = lambda sweep: blockwise_sum(sweep, network, [DiagonalSum(block, network) for block in network.layout])
-        seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
-        return swept(compute, problem, data, seeds, "Diagonal")
+        seeds = choose_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
+        return accumulate(compute, problem, data, seeds, "Diagonal")
 
     def cost(self, workload: Workload) -> Cost:
         workload, size = workload.with_curvature(self.curvature, self.draws), workload.weights

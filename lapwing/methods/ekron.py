@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from lapwing.curvature.blocks import FACTOR_LIMIT
-from lapwing.curvature.kronecker import SHARINGS, eigen_corrected, eigen_shared, kronecker_curvature
-from lapwing.curvature.sweep import CURVATURES, DRAWS, Sweep, chosen_seeds
+from lapwing.curvature.kronecker import SHARINGS, eigen_corrected, kronecker_curvature, share_decompositions
+from lapwing.curvature.sweep import CURVATURES, DRAWS, Sweep, choose_seeds
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance, Exactness, Method
 from lapwing.methods.cost import Cost, KroneckerWork, Work, Workload
@@ -62,10 +62,10 @@ class EKron(Method):
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         network, likelihood = problem.network, problem.likelihood
-        seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
+        seeds = choose_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
         first = Sweep(network, likelihood, data, seeds, "EKron, bases")
         kron = kronecker_curvature(first, network, self.sharing, self.full_limit, self.factor_limit)
-        kron = eigen_shared(kron, data.processes)
+        kron = share_decompositions(kron, data.processes)
         second = Sweep(network, likelihood, data, seeds, "EKron, values")
         corrected = eigen_corrected(second, kron)
         return WeightPosterior.fitted(problem, corrected, second.statistics, second.estimate)

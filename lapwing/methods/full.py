@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from lapwing.curvature.dense import full_curvature, full_hessian
-from lapwing.curvature.sweep import CURVATURES, DRAWS, chosen_seeds, swept
+from lapwing.curvature.sweep import CURVATURES, DRAWS, accumulate, choose_seeds
 from lapwing.data.batches import Data
 from lapwing.errors import UnsupportedError
 from lapwing.methods.base import Conformance, Exactness, Method, Offer, Requirements
@@ -58,7 +58,7 @@ class Full(SumsData, Method):
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Full(), "network"),))
 
-    def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
+    def sum_data(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         network = problem.network
         size, most = network.selection.size, self._most(network.device)
         if size > most:
@@ -69,8 +69,8 @@ class Full(SumsData, Method):
         if self.curvature == "hessian":
             return *full_hessian(network, problem.likelihood, data), None
         compute = lambda sweep: full_curvature(sweep, network)
-        seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
-        return swept(compute, problem, data, seeds, "Full")
+        seeds = choose_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
+        return accumulate(compute, problem, data, seeds, "Full")
 
     def _most(self, device: torch.device) -> int:
         """Return the largest number of weights that is accepted on a device."""

@@ -57,7 +57,7 @@ class KernelSpace(SumsData, Method):
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: KernelSpace(), "network"),))
 
-    def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
+    def sum_data(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         network = problem.network
         refuse_open_noise(self.curvature, problem.likelihood)
         design = NetworkDesign.build(network, problem.likelihood, data, curvature=self.curvature)

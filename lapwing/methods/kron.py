@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from lapwing.curvature.blocks import FACTOR_LIMIT
-from lapwing.curvature.kronecker import SHARINGS, eigen_shared, kronecker_curvature
-from lapwing.curvature.sweep import CURVATURES, DRAWS, chosen_seeds, swept
+from lapwing.curvature.kronecker import SHARINGS, kronecker_curvature, share_decompositions
+from lapwing.curvature.sweep import CURVATURES, DRAWS, accumulate, choose_seeds
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance, Exactness, Method, Offer, Requirements
 from lapwing.methods.cost import Cost, KroneckerWork, Work, Workload
@@ -70,12 +70,12 @@ class Kron(SumsData, Method):
         )
     )
 
-    def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
+    def sum_data(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         limits = self.full_limit, self.factor_limit
         compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, *limits)
-        seeds = chosen_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
-        curvature, statistics, estimate = swept(compute, problem, data, seeds, "Kron")
-        return eigen_shared(curvature, data.processes), statistics, estimate
+        seeds = choose_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
+        curvature, statistics, estimate = accumulate(compute, problem, data, seeds, "Kron")
+        return share_decompositions(curvature, data.processes), statistics, estimate
 
     def cost(self, workload: Workload) -> Cost:
         if workload.single:

@@ -51,7 +51,7 @@ _METHODS: dict[str, type[SumsData]] = {}
 class SumsData(HasSettings):
     """The part of a method whose posterior is a sum over the data: the sums of two data sets add up.
 
-    Classes define ``summed``. Files say by which method, with which settings, a sum was made.
+    Classes define ``sum_data``. Files say by which method, with which settings, a sum was made.
 
     Raises:
         UnsupportedError: If files know another class of this name; if a setting is not declared with ``setting``.
@@ -69,13 +69,13 @@ class SumsData(HasSettings):
         super().__post_init__()
         refuse_undeclared(type(self))
 
-    def summed(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
+    def sum_data(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         """Return the curvature, the statistics, and how the curvature was estimated if it was."""
         raise NotImplementedError
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         """Return the posterior after the pass over the data."""
-        return WeightPosterior.fitted(problem, *self.summed(problem, data, generator), self)
+        return WeightPosterior.fitted(problem, *self.sum_data(problem, data, generator), self)
 
 
 @saved
@@ -112,7 +112,7 @@ def with_more(posterior: WeightPosterior, data: Data, generator: torch.Generator
     problem, losses = posterior.problem, ()
     if isinstance(posterior.curvature, PerOutputCurvature):  # its parts are in units of the first noise
         problem = problem.with_likelihood(problem.likelihood.with_noise(posterior.curvature.start))
-    curvature, statistics, estimate = method.summed(problem, data, generator)
+    curvature, statistics, estimate = method.sum_data(problem, data, generator)
     if posterior.statistics.losses:
         residuals = mean_squared_residual(problem.network, problem.likelihood, data)
         losses = tuple((0.5 * statistics.data * residuals).tolist())
