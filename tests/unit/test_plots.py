@@ -21,6 +21,7 @@ from lapwing.plots import (
     observed_coverage,
     reliability_points,
     risk_of,
+    shortened,
     wilson,
 )
 from lapwing.posteriors.base import EffectiveParameters
@@ -398,3 +399,8 @@ def test_steps_without_a_score_are_left_out() -> None:
     steps = (Step(float("nan"), (1.0,)), Step(-3.0, (2.0,)), Step(-2.0, (3.0,)))
     line = lw.plots.trace(Trace("Grid", "held-out NLL", steps)).get_lines()[0]
     assert line.get_xdata().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(("name", "shown"), [("a" * 18, "a" * 18), ("b" + "a" * 18, "…" + "a" * 17)])
+def test_long_names_keep_as_much_of_their_end_as_there_is_room(name: str, shown: str) -> None:
+    assert shortened(name) == shown

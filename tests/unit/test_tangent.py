@@ -418,17 +418,6 @@ def test_one_pass_for_all_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(passes) == before + 1
 
 
-def test_float32_models_have_float64_products_of_float32_accuracy(case: Case) -> None:
-    model, inputs = case.build(torch.float32).double(), cast(case.batch(6, torch.float32), D)
-    x = dense.by_datum(dense.jacobian(model, inputs, 6), case.outputs[-1]).flatten(0, 1)
-    posterior = fitted(case, torch.float32)
-    j = posterior.jacobian(problems.batches(case, dtype=torch.float32))
-    product = j @ columns(x.shape[1])
-    assert product.dtype == D
-    assert_close(product, x @ columns(x.shape[1]), dtype=torch.float32)
-    assert_close(j.T @ columns(x.shape[0]).float(), x.T @ columns(x.shape[0]), dtype=torch.float32)
-
-
 @pytest.mark.parametrize("name", SOME)
 def test_scipy_finds_the_eigenvalues(name: str) -> None:
     case = BY_NAME[name]
@@ -552,17 +541,6 @@ def test_whatever_the_method(method: Any) -> None:
     assert_close(fitted(case, method=method).ggn(problems.batches(case)) @ columns(83), ggn @ columns(83))
 
 
-@pytest.mark.parametrize("weights", [lw.last_layer, lw.subnetwork(torch.arange(0, 83, 7))], ids=["last", "some"])
-def test_operator_some_of_the_weights(weights: Any) -> None:
-    case = BY_NAME["mlp"]
-    jac, ggn = problems.dense_ggn(case, case.build())
-    posterior = fitted(case, weights=weights)
-    chosen = torch.arange(0, 83, 7) if posterior.network.selection.index is not None else torch.arange(65, 83)
-    v = columns(len(chosen))
-    assert_close(posterior.ggn(problems.batches(case)) @ v, ggn[chosen][:, chosen] @ v)
-    assert_close(posterior.jacobian(problems.batches(case)) @ v, jac.flatten(0, 1)[:, chosen] @ v)
-
-
 def test_a_mean_elsewhere_than_at_the_weights() -> None:
     """A tangent model evaluated at its own optimum still has the Jacobian and the GGN of w̃."""
     case = BY_NAME["mlp"]
@@ -660,21 +638,6 @@ def test_vectors_that_are_learned_get_no_graph() -> None:
     assert not (fitted(case).ggn(problems.batches(case)) @ leaf).requires_grad
 
 
-def test_a_loader_that_shuffles() -> None:
-    """Rows of one pass: J Jᵀ from two products is symmetric and has the right spectrum."""
-    case = BY_NAME["mlp"]
-    pairs = TensorDataset(case.batch(6), problems.targets(case, 6))
-    loader = DataLoader(pairs, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
-    jac, ggn = problems.dense_ggn(case, case.build())
-    posterior = fitted(case)
-    j = posterior.jacobian(loader)
-    inner = j @ (j.T @ torch.eye(18, dtype=D))
-    assert_close(inner, inner.T)
-    x = jac.flatten(0, 1)
-    assert_close(torch.linalg.eigvalsh(inner), torch.linalg.eigvalsh(x @ x.T))
-    assert_close(posterior.ggn(loader) @ columns(83), ggn @ columns(83))
-
-
 class Changing:
     """Other inputs at every pass."""
 
@@ -707,24 +670,6 @@ def test_data_that_change_and_do_not_fit_are_refused(change: str, kind: str, mon
 
 
 @pytest.mark.parametrize("kind", ["jacobian", "ggn"])
-def test_a_loader_that_leaves_data_out_by_chance_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = BY_NAME["mlp"]
-    pairs = TensorDataset(case.batch(6), problems.targets(case, 6))
-    loader = DataLoader(pairs, batch_size=4, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(1))
-    posterior = fitted(case)
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
-    with pytest.raises(lw.LapwingError, match="a second reading of the data gave other rows"):
-        getattr(posterior, kind)(loader)
-
-
-@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
-def test_data_that_change_and_fit_are_refused_as_well(kind: str) -> None:
-    case = BY_NAME["mlp"]
-    with pytest.raises(lw.errors.DataError, match="a second reading of the data gave other rows"):
-        getattr(fitted(case), kind)(Changing(case, CHANGES["augmented"]))
-
-
-@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
 def test_a_network_that_changes_is_refused_at_every_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamed products would be those of another network, and move the statistics of batch normalisation."""
     case = BY_NAME["resnet_batchnorm"]
@@ -743,15 +688,6 @@ def test_a_network_that_changes_is_refused_at_every_product(kind: str, monkeypat
     for one, length in ((operator, operator.shape[1]), (operator.T, operator.shape[0])):
         with pytest.raises(lw.errors.ModelError, match="has changed since the fit"):
             one @ torch.ones(length, dtype=D)
-
-
-@pytest.mark.parametrize("kind", ["jacobian", "ggn"])
-@pytest.mark.parametrize("name", ["conv_zoo", "resnet_batchnorm"])  # dropout, batch norm
-def test_training_mode_is_refused(name: str, kind: str) -> None:
-    posterior = fitted(BY_NAME[name])
-    posterior.network.model.train()
-    with pytest.raises(lw.errors.ModelError, match="training mode"):
-        getattr(posterior, kind)(problems.batches(BY_NAME[name]))
 
 
 def test_order_does_not_matter_to_a_streamed_ggn(monkeypatch: pytest.MonkeyPatch) -> None:

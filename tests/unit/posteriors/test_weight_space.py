@@ -146,6 +146,17 @@ def test_tokens_of_interest(method: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_close(joint.marginal.cov, some.cov, SOLVED)
 
 
+def test_covariances_of_tokens_in_pieces_are_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token, and two runs of its outputs at a time."""
+    case = BY_NAME["token_level"]
+    posterior = lw.fit(case.build(), problems.batches(case), "classification", method=lw.Full(), prior=2.0)
+    x = case.batch(3, seed=1)
+    whole, seeds = posterior.functions(x).cov, counted(monkeypatch)
+    with lw.memory.limited(1):
+        assert_close(posterior.functions(x).cov, whole)
+    assert max(seeds) < case.outputs[-1]
+
+
 def test_a_shifted_network_gives_its_own_outputs() -> None:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double().eval()
