@@ -200,11 +200,6 @@ def test_joint_learning_of_the_noise() -> None:
     assert abs(float(by_noise)) <= 2e-5 * 83
 
 
-@pytest.mark.parametrize("tuner", [lw.tuners.MaximiseEvidence(), lw.tuners.MaximiseEvidence(noise=True)])
-def test_a_given_noise_is_kept(tuner: Any) -> None:
-    assert regression(lw.Full(), noise_std=0.5).tuned(tuner).likelihood.dispersion.item() == 0.25
-
-
 def test_optimum_is_that_of_the_gaussian_process() -> None:
     """A linear model refitted at each precision: the Laplace optimum at the optimal weights is the exact one.
 
@@ -250,22 +245,6 @@ def test_full_uses_one_eigendecomposition_for_all_steps(prior: Any, monkeypatch:
     assert calls == {"eigvalsh": 1, "cholesky_ex": 0}
 
 
-def test_tuning_touches_no_data() -> None:
-    case = BY_NAME["mlp"]
-    passes = []
-
-    class Counting:
-        def __iter__(self) -> Any:
-            passes.append(1)
-            return iter(problems.batches(case))
-
-    fitted = lw.fit(case.build(), Counting(), "classification", method=lw.Full(), prior=1.0)
-    before = len(passes)
-    assert before >= 1
-    fitted.tuned().with_prior(3.0)
-    assert len(passes) == before
-
-
 def test_what_is_not_finite_ends_it_with_the_trace_and_the_last_good_value() -> None:
     fitted = regression(lw.Full(), prior=3.0)
     calls: list[int] = []
@@ -298,15 +277,6 @@ def test_zero_weights_have_no_optimum_but_an_answer() -> None:
         fitted = lw.fit(model, [(x, y)], "classification", method=method)
         assert math.isfinite(float(fitted.prior.values))
         assert float(fitted.functions(x).std.max()) < 0.01
-
-
-def test_no_evidence_to_maximise() -> None:
-    case = BY_NAME["mlp"]
-    plain = lw.fit(case.build(), problems.batches(case), "classification", method=lw.baselines.MapOnly())
-    with pytest.raises(lw.errors.UnsupportedError, match="no evidence to maximise; give the prior, or use a method"):
-        plain.tuned()
-    with pytest.raises(lw.errors.UnsupportedError, match="no evidence"):
-        plain.log_evidence()
 
 
 def test_a_tuner_of_ones_own() -> None:
@@ -443,10 +413,6 @@ def test_it_is_adam_on_the_dense_evidence(noise: bool) -> None:
     assert float((expected[:3] - 2).abs().min()) > 0.1  # it went somewhere
 
 
-def test_a_noise_that_was_given_is_kept() -> None:
-    assert ascend_regression(noise_std=0.5).tuned(lw.tuners.Ascend(steps=5)).likelihood.dispersion.item() == 0.25
-
-
 def test_many_steps_end_at_the_optimum() -> None:
     best = ascend_regression(prior=lw.per_layer(2.0)).tuned()
     tuned = ascend_regression(prior=lw.per_layer(2.0)).tuned(lw.tuners.Ascend(steps=300, noise=False))
@@ -457,16 +423,6 @@ def test_no_steps_change_nothing() -> None:
     assert ascend_regression(prior=2.0).tuned(lw.tuners.Ascend(steps=0)).prior.values.item() == pytest.approx(
         2.0, rel=1e-15
     )
-
-
-def test_it_works_where_gradients_are_off() -> None:
-    posterior = ascend_regression(prior=lw.per_layer(2.0))
-    expected = posterior.tuned(lw.tuners.Ascend(steps=5)).prior.values
-    with torch.no_grad():
-        assert torch.equal(posterior.tuned(lw.tuners.Ascend(steps=5)).prior.values, expected)
-    with torch.inference_mode():
-        assert torch.equal(posterior.tuned(lw.tuners.Ascend(steps=5)).prior.values, expected)
-    assert not expected.requires_grad
 
 
 def test_a_precision_that_runs_away() -> None:
@@ -513,13 +469,6 @@ def test_what_is_not_finite_ends_it() -> None:
     assert len(steps) == 4
     best = max(steps[:3], key=lambda step: step.score)
     assert error.value.posterior.problem.prior.values.item() == pytest.approx(best.precisions[0])
-
-
-def test_no_evidence_no_ascent() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match="no evidence to maximise"):
-        ascend_regression(lw.baselines.MapOnly()).tuned(lw.tuners.Ascend())
-    with pytest.raises(lw.errors.UnsupportedError, match="tuner is the class Ascend"):
-        ascend_regression().tuned(lw.tuners.Ascend)
 
 
 # Offsets of the logits by validation data, and the remark on biased classes without them.

@@ -165,13 +165,6 @@ def test_where_a_structure_counts_more_weights_than_data(method: str) -> None:
     assert tuned.effective_parameters().total < 9
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_noise_that_was_given_is_kept(method: str) -> None:
-    tuned = regression(METHODS[method], noise_std=0.5).tuned(lw.tuners.FixedPoint())
-    assert tuned.likelihood.dispersion.item() == 0.25
-    assert float(tuned.prior.values) != 1.0
-
-
 def test_the_noise_stays_the_residuals_where_asked() -> None:
     start = regression(lw.Full())
     tuned = start.tuned(lw.tuners.FixedPoint(noise=False))
@@ -179,15 +172,6 @@ def test_the_noise_stays_the_residuals_where_asked() -> None:
     best = start.tuned(lw.tuners.MaximiseEvidence(tolerance=1e-10))
     assert float(tuned.prior.values) == pytest.approx(float(best.prior.values), rel=1e-5)
     assert tuned.trace.steps[-1].noise == ()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_in_float32(method: str) -> None:
-    wide, narrow = (
-        regression(METHODS[method], 1.0, dtype).tuned(lw.tuners.FixedPoint()) for dtype in (D, torch.float32)
-    )
-    assert float(narrow.prior.values) == pytest.approx(float(wide.prior.values), rel=1e-4)
-    assert float(narrow.likelihood.dispersion) == pytest.approx(float(wide.likelihood.dispersion), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -199,30 +183,6 @@ def test_of_some_weights(weights: Any) -> None:
     tuned = start.tuned(lw.tuners.FixedPoint())
     best = start.tuned(lw.tuners.MaximiseEvidence(noise=True, tolerance=1e-10))
     assert float(tuned.prior.values) == pytest.approx(float(best.prior.values), rel=1e-5)
-
-
-def test_no_data_is_touched() -> None:
-    passes = []
-
-    class Counting:
-        def __iter__(self) -> Any:
-            passes.append(1)
-            return iter(problems.batches(MLP))
-
-    fitted = lw.fit(MLP.build(), Counting(), "classification", method=lw.Kron(), prior=1.0)
-    before = len(passes)
-    fitted.tuned(lw.tuners.FixedPoint())
-    assert len(passes) == before >= 1
-
-
-def test_as_the_tuner_of_a_fit() -> None:
-    x = MLP.batch(6)
-    at_once = lw.fit(MLP.build(), [(x, targets())], lw.Gaussian(), method=lw.Full(), tuner=lw.tuners.FixedPoint())
-    later = lw.fit(MLP.build(), [(x, targets())], lw.Gaussian(), method=lw.Full(), prior=1.0).tuned(
-        lw.tuners.FixedPoint()
-    )
-    assert float(at_once.prior.values) == pytest.approx(float(later.prior.values), rel=1e-5)
-    assert at_once.trace is not None
 
 
 # Where it does not end.
@@ -313,11 +273,6 @@ def test_too_few_steps_are_refused_or_told() -> None:
     unfinished = near.tuned(lw.tuners.FixedPoint(max_steps=2, tolerance=1e-15))
     assert "stopped after 2 steps" in unfinished.trace.findings[0]
     assert "stopped after 2 steps" in str(unfinished.trace)
-
-
-def test_without_an_evidence_it_is_refused() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match="no evidence to maximise; give the prior"):
-        regression(lw.baselines.MapOnly()).tuned(lw.tuners.FixedPoint())
 
 
 # Samples.

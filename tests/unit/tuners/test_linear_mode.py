@@ -20,7 +20,7 @@ from tests.cases import BY_NAME, Wrapped
 from tests.references import dense, kfac, structures
 from tests.references.tangent import Tangent
 from tests.tolerances import SOLVED, assert_close
-from tests.unit.tuners.linear_mode_problems import MEANS, METHODS, D, linear, linear_data, relative
+from tests.unit.tuners.linear_mode_problems import MEANS, METHODS, D, relative
 
 MLP = BY_NAME["mlp"]
 
@@ -230,13 +230,6 @@ def test_a_tangent_mean_takes_the_noise_from_its_own_residual() -> None:
     assert_close(fitted.log_evidence(), exact.evidence(vector, phi * matrix, phi), SOLVED)
 
 
-@pytest.mark.parametrize("mean", MEANS)
-def test_a_given_noise_is_kept(mean: str) -> None:
-    fitted = lw.fit(linear("small"), linear_data(), lw.Gaussian(noise_std=0.5), prior=1.0,
-                    tuner=lw.tuners.LinearMode(mean=mean))  # fmt: skip
-    assert float(fitted.likelihood.dispersion) == 0.25
-
-
 # Curvature at θ*.
 
 
@@ -345,14 +338,6 @@ def test_the_trace() -> None:
     scores = [step.score for step in trace.steps]
     assert scores[-1] == pytest.approx(max(scores), abs=1e-6)
     assert scores[-1] > scores[0]
-
-
-def test_without_data_it_is_refused() -> None:
-    fitted = lw.fit(MLP.build(), network_data("categorical"), "classification", prior=1.0)
-    with pytest.raises(
-        lw.errors.UnsupportedError, match=r"needs the training data: LinearMode\(data\), or give it to fit"
-    ):
-        fitted.tuned(lw.tuners.LinearMode())
 
 
 def test_what_is_no_tuner() -> None:

@@ -378,16 +378,6 @@ def test_a_mapping_with_its_own_target_key() -> None:
     assert torch.equal(keyed.prior.values, lw.fit(case.build(), [(x, y)], "classification", tuner=tuner).prior.values)
 
 
-def test_tuning_works_where_gradients_are_off() -> None:
-    posterior, _, _, data = fitted(BY_NAME["mlp"], "categorical", "per_layer")
-    tuner = lw.tuners.MaximiseBound(data, block=2, steps=5)
-    expected = posterior.tuned(tuner).prior.values
-    with torch.no_grad():
-        assert torch.equal(posterior.tuned(tuner).prior.values, expected)
-    with torch.inference_mode():
-        assert torch.equal(posterior.tuned(tuner).prior.values, expected)
-
-
 def test_single_precision_networks() -> None:
     """The kernel is summed and factorised in float64 whatever the network is."""
     case = BY_NAME["cnn"]

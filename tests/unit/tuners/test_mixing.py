@@ -189,16 +189,6 @@ def test_the_evidence_of_a_grid_keeps_no_candidate(monkeypatch: pytest.MonkeyPat
     assert max(seen) == 1
 
 
-def test_as_the_tuner_of_a_fit() -> None:
-    train, held = split(MLP, LIKELIHOODS["classification"][2])
-    at_once = lw.fit(MLP.build(), train, "classification", method=lw.Kron(), tuner=lw.tuners.Grid(held, VALUES))
-    later = lw.fit(MLP.build(), train, "classification", method=lw.Kron(), prior=1.0).tuned(
-        lw.tuners.Grid(held, VALUES)
-    )
-    assert float(at_once.prior.values) == float(later.prior.values)
-    assert_close(at_once.log_evidence(), later.log_evidence())
-
-
 def test_a_best_value_inside_is_not_told() -> None:
     fitted, _ = setting()
     evidences = [float(fitted.with_prior(v).log_evidence()) for v in VALUES]
@@ -679,8 +669,6 @@ def test_no_temperature_to_choose(likelihood: Any, outputs: int) -> None:
 
 
 # Cross-validation: the same as scoring every fold by hand.
-
-HELD_OUT: Any = [(torch.zeros(2, 4, dtype=D), torch.zeros(2, 3, dtype=D))]
 
 
 @pytest.mark.parametrize("folds", [2, 3, 5, 7, 11])
