@@ -93,7 +93,7 @@ def test_no_data_are_touched_but_by_those_that_need_them(name: str) -> None:
 
 def test_what_cannot_be_tuned_is_refused(name: str) -> None:
     tuner = TUNERS[name](pairs())
-    with pytest.raises(lw.errors.UnsupportedError, match="has no (evidence to maximise|weights to optimise)"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"has no (evidence to maximise|weights to optimise)"):
         regression(method=lw.baselines.MapOnly()).tuned(tuner)
     with pytest.raises(lw.errors.UnsupportedError, match=f"tuner is the class {type(tuner).__name__}; expected an ob"):
         regression().tuned(type(tuner))

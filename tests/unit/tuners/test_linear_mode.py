@@ -340,20 +340,6 @@ def test_the_trace() -> None:
     assert scores[-1] > scores[0]
 
 
-def test_what_is_no_tuner() -> None:
-    data = network_data("categorical")
-    fitted = lw.fit(MLP.build(), data, "classification", prior=1.0)
-    for call in (lambda: fitted.tuned(lw.tuners.LinearMode),
-                 lambda: lw.fit(MLP.build(), data, "classification", tuner=lw.tuners.LinearMode)):  # fmt: skip
-        with pytest.raises(lw.errors.UnsupportedError, match="tuner is the class LinearMode; expected an object"):
-            call()
-    plain = lw.fit(MLP.build(), data, "classification", method=lw.baselines.MapOnly())
-    with pytest.raises(lw.errors.UnsupportedError, match="PointPosterior has no weights to optimise"):
-        plain.tuned(lw.tuners.LinearMode(data))
-    with pytest.raises(lw.errors.UnsupportedError, match="PointPosterior has no weights to optimise"):
-        lw.fit(MLP.build(), data, "classification", method=lw.baselines.MapOnly(), tuner=lw.tuners.LinearMode())
-
-
 @pytest.mark.parametrize(
     ("method", "mean", "prior"),
     [("full", "network", "isotropic"), ("full", "tangent", "per_layer"), ("full", "network", "g"),
