@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from lapwing.posteriors.base import EffectiveParameters, Posterior
 from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.runtime.settings import Rule, refuse_other_arguments
 from lapwing.runtime.state import State
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DISTINCT = 3.0  # standard errors between two evidences that decide their order; the errors are estimates themselves
 DRAWS = 2**14  # of the errors, over which probabilities are averaged
@@ -239,7 +242,7 @@ class Evaluations:
         """Write ``to_json`` to a file."""
         write_json(self.to_json(), path)
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the NLL of every posterior with its interval; return the Matplotlib axis.
 
         Args:
@@ -250,8 +253,7 @@ class Evaluations:
         """
         from lapwing import plots
 
-        draw: Any = plots.ranking
-        return draw(self, ax=ax)
+        return plots.ranking(self, ax=ax)
 
 
 @outside_autocast

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from lapwing.metrics import risk_coverage as selective_risk
 from lapwing.posteriors.base import Posterior
 from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, integer, seen
 from lapwing.values.arrays import listed, numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = [
     "band",
@@ -45,14 +49,14 @@ MARKERS, DASHES = ("s", "o", "^", "D", "v", "P"), ("--", "-", ":", "-.", (0, (5,
 SIZE = (4.6, 3.5)  # inches
 
 
-def new_axis(ax: Any = None, size: tuple[float, float] = SIZE) -> Any:
+def new_axis(ax: Axes | None = None, size: tuple[float, float] = SIZE) -> Axes:
     """Return the axis that was given, or one in a new figure."""
     return new_figure(1, 1, size)[1][0, 0] if ax is None else ax
 
 
 def new_figure(
     rows: int, columns: int, size: tuple[float, float], widths: Sequence[float] | None = None
-) -> tuple[Any, Any]:
+) -> tuple[Figure, Any]:
     """Return a figure and its axes, (rows, columns). It opens no window and changes no global state of Matplotlib.
 
     ``widths`` are the relative widths of the columns; equal if None.
@@ -100,7 +104,7 @@ def plain_text(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def add_legend(ax: Any, **settings: Any) -> None:
+def add_legend(ax: Axes, **settings: Any) -> None:
     """Add a legend without a frame, if something has a label."""
     if ax.get_legend_handles_labels()[1]:
         ax.legend(frameon=False, fontsize=9, **settings)
@@ -328,8 +332,8 @@ def band(
     level: float = 0.95,
     data: tuple[Any, Any] | None = None,
     output: int = 0,
-    ax: Any = None,
-) -> Any:
+    ax: Axes | None = None,
+) -> Axes:
     """Draw the mean and the intervals of a prediction over one input.
 
     The wide band is the interval of the target. The dark band inside is that of the function alone, which more data
@@ -391,12 +395,12 @@ def band(
     return ax
 
 
-def shade(ax: Any, x: list[float], low: list[float], high: list[float], alpha: float = 0.3, **settings: Any) -> None:
+def shade(ax: Axes, x: list[float], low: list[float], high: list[float], alpha: float = 0.3, **settings: Any) -> None:
     """Fill the area between two curves; by default in the colour of a posterior."""
     ax.fill_between(x, low, high, **{"color": POSTERIOR, "alpha": alpha, "linewidth": 0, **settings})
 
 
-def fit_frame(ax: Any, values: Tensor, x: Tensor | None = None, y: Tensor | None = None) -> None:
+def fit_frame(ax: Axes, values: Tensor, x: Tensor | None = None, y: Tensor | None = None) -> None:
     """Draw observed points (x, y), if any, and set limits that contain these and the values."""
     low, high = ax.get_xlim()
     if x is not None and y is not None:
@@ -451,7 +455,7 @@ def grid(x: Any, points: int = 60, margin: float = 0.3) -> Tensor:
     return made.to(x)
 
 
-def confidence_map(prediction: Any, x: Any, *, data: tuple[Any, Any] | None = None, ax: Any = None) -> Any:
+def confidence_map(prediction: Any, x: Any, *, data: tuple[Any, Any] | None = None, ax: Axes | None = None) -> Axes:
     """Draw, over two inputs, the confidence of a classifier, or the standard deviation of predicted numbers.
 
     Args:
@@ -510,22 +514,22 @@ def _heights(prediction: Any) -> tuple[Tensor, str, tuple[float, float] | None]:
     return probs.amax(1), "confidence", (1 / probs.shape[1], 1.0)
 
 
-def _points(ax: Any, x: Any, y: Any) -> None:
+def _points(ax: Axes, x: Any, y: Any) -> None:
     """Draw observed inputs, with a marker and a colour for each class; of one kind if there are many values."""
     x, y = numbers("x of the data", x).cpu(), numbers("y of the data", y).cpu().flatten()
     kinds = y.unique().tolist()
     many = len(kinds) > len(MARKERS)
     for i, kind in enumerate(kinds[:1] if many else kinds):
-        rows = x if many else x[y == kind]
+        across, up = (x if many else x[y == kind]).T.tolist()
         colour = INK if many else COLOURS[i]
-        ax.scatter(*rows.T.tolist(), s=14, color=colour, marker=MARKERS[i], edgecolor="white", linewidth=0.5)
+        ax.scatter(across, up, s=14, color=colour, marker=MARKERS[i], edgecolor="white", linewidth=0.5)
 
 
 MOST_LAYERS = 24  # bars of γ that stay readable
 FACTORS = tuple(10 ** (i / 6) for i in range(-18, 19))  # a thousandth to a thousand times the precision
 
 
-def effective_parameters(result: Any, *, ax: Any = None) -> Any:
+def effective_parameters(result: Any, *, ax: Axes | None = None) -> Axes:
     """Draw the share of the weights of each layer that the data determine: γ over the number of weights.
 
     Args:
@@ -551,11 +555,8 @@ def effective_parameters(result: Any, *, ax: Any = None) -> Any:
     shares = [found.layers[name] / found.sizes[name] for name in names]
     ax.barh(range(len(names)), shares, color=POSTERIOR, height=0.7)
     for i, name in enumerate(names):
-        text, right = (
-            f"{found.layers[name]:.3g} of {found.sizes[name]:,}",
-            {"xytext": (3, 0), "textcoords": "offset points"},
-        )
-        ax.annotate(text, (shares[i], i), **right, va="center", fontsize=9, color=INK)
+        text, place = f"{found.layers[name]:.3g} of {found.sizes[name]:,}", (shares[i], i)
+        ax.annotate(text, place, xytext=(3, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
     ax.set_xticks([0, 0.25, 0.5, 0.75, 1])
     ax.set_yticks(range(len(names)), [plain_text(shorten(name)) for name in names])
     ax.set(xlim=(0, 1.4), xlabel="share determined by the data")
@@ -605,7 +606,7 @@ class EvidenceCurve:
         return cls(tuple(chosen), tuple(map(float, each)), unit, several)
 
 
-def evidence_curve(result: Any, precisions: Any = None, *, ax: Any = None) -> Any:
+def evidence_curve(result: Any, precisions: Any = None, *, ax: Axes | None = None) -> Axes:
     """Draw the log evidence against the precision of the prior; a line marks the precision of the posterior.
 
     Args:
@@ -643,7 +644,7 @@ def evidence_curve(result: Any, precisions: Any = None, *, ax: Any = None) -> An
     return ax
 
 
-def trace(result: Any, *, ax: Any = None) -> Any:
+def trace(result: Any, *, ax: Axes | None = None) -> Axes:
     """Draw the score at every step of a tuner; a ring marks the best one.
 
     Args:
@@ -670,7 +671,7 @@ def trace(result: Any, *, ax: Any = None) -> Any:
     ax.plot(*zip(*points, strict=True), color=POSTERIOR, marker="o", markersize=4, linewidth=1.6)
     best = max(points, key=lambda point: point[1])
     ax.plot(*best, marker="o", markersize=10, markerfacecolor="none", markeredgecolor=OTHER, markeredgewidth=2)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.locator_params(axis="x", integer=True)
     ax.set(xlabel=f"step of {record.tuner}", ylabel=record.score)
     return ax
 
@@ -687,7 +688,7 @@ def trace_with_steps(result: Any) -> Any:
 BAND_LEVEL = 0.95  # of error bars and bands that show how far chance alone goes
 
 
-def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Any = None) -> Any:
+def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Axes | None = None) -> Axes:
     """Draw how often predictions come true against their probability; on the diagonal they are calibrated.
 
     Error bars are 95 % intervals of the share, from the number of predictions in the bin. Bins with less than one in
@@ -722,8 +723,8 @@ def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Any = Non
         top = max(top, *points.probability, *points.high)
         below = [share - low for share, low in zip(points.share, points.low, strict=True)]
         above = [high - share for share, high in zip(points.share, points.high, strict=True)]
-        ends = {"yerr": [below, above], "capsize": 2, "elinewidth": 1, "markersize": 4}
-        ax.errorbar(points.probability, points.share, **ends, **style, label=name or None)
+        style |= {"capsize": 2, "elinewidth": 1, "markersize": 4, "label": name or None}
+        ax.errorbar(points.probability, points.share, yerr=[below, above], **style)
     reach = 1.0 if top > 0.5 else 1.1 * top
     ax.set(xlim=(0, reach), ylim=(0, 1.02 * reach))
     words = ("confidence", "share that is right") if of_classes else ("predicted probability", "share that is one")
@@ -732,7 +733,7 @@ def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Any = Non
     return ax
 
 
-def intervals(prediction: Any, y: Any = None, *, ax: Any = None) -> Any:
+def intervals(prediction: Any, y: Any = None, *, ax: Axes | None = None) -> Axes:
     """Draw the share of targets inside central intervals against the probability of these; ideal is the diagonal.
 
     The grey band has 95 % of calibrated predictions of as many independent targets.
@@ -771,7 +772,7 @@ def intervals(prediction: Any, y: Any = None, *, ax: Any = None) -> Any:
     return ax
 
 
-def risk_coverage(prediction: Any, y: Any = None, *, ax: Any = None) -> Any:
+def risk_coverage(prediction: Any, y: Any = None, *, ax: Axes | None = None) -> Axes:
     """Draw the error of the answers that remain when the most uncertain inputs are left unanswered.
 
     Args:
@@ -806,7 +807,7 @@ def risk_coverage(prediction: Any, y: Any = None, *, ax: Any = None) -> Any:
     return ax
 
 
-def ranking(evaluations: Any, *, ax: Any = None) -> Any:
+def ranking(evaluations: Any, *, ax: Axes | None = None) -> Axes:
     """Draw the negative log-likelihood of several posteriors with its interval, the best at the top.
 
     Args:

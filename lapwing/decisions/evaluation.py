@@ -34,6 +34,8 @@ from lapwing.runtime.threads import independent_generator, warn_caller
 from lapwing.values.arrays import resampled_weights
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from lapwing.fitted import Fitted
 
 
@@ -504,7 +506,7 @@ class Evaluation:
         """Write ``to_json`` to a file."""
         write_json(self.to_json(), path)
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the reliability of the posterior and of the plain network; return the Matplotlib axis.
 
         For numbers the axis has the coverage of central intervals at every level.
@@ -517,7 +519,7 @@ class Evaluation:
         """
         from lapwing import plots
 
-        draw: Any = plots.reliability if "confidence" in self.columns else plots.intervals
+        draw = plots.reliability if "confidence" in self.columns else plots.intervals
         return draw(self, ax=ax)
 
 

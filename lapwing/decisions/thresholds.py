@@ -26,6 +26,8 @@ from lapwing.predictives.base import Predictive
 from lapwing.runtime.settings import PROBABILITY, one_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from lapwing.fitted import Fitted
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ class Abstention:
         scoring = predictive.scoring
         return Answers(scoring.answer(predictive), scoring.uncertainty(predictive, self.by) < self.threshold)
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Axes | None = None) -> Axes:
         """Draw risk against coverage, with the threshold; return the Matplotlib axis.
 
         Raises:
@@ -105,8 +107,7 @@ class Abstention:
         """
         from lapwing import plots
 
-        draw: Any = plots.risk_coverage
-        return draw(self.curve, ax=ax)
+        return plots.risk_coverage(self.curve, ax=ax)
 
     def __repr__(self) -> str:
         return (

@@ -40,6 +40,8 @@ from lapwing.runtime.files import refuse_no_folder, write_atomically
 from lapwing.runtime.settings import PATH, Rule, is_integer
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from lapwing.fitted import Fitted
 
 PACKAGES = ("lapwing", "torch", "matplotlib", "jinja2")
@@ -307,14 +309,15 @@ class Picture:
     svg: str
 
 
-def inline_svg(name: str, ax: Any, alt: str) -> str:
+def inline_svg(name: str, ax: Axes, alt: str) -> str:
     """Return the figure of an axis as an SVG element for a page.
 
     Equal figures give equal text. All ids start with ``name``, so that several pictures fit in one page.
     """
     import matplotlib
 
-    figure, written = ax.figure, io.StringIO()
+    figure: Any = ax.figure  # a ``Figure``: the pictures have no figures inside figures
+    written = io.StringIO()
     figure.patch.set_visible(False)
     for axis in figure.axes:
         axis.patch.set_visible(False)
@@ -477,6 +480,6 @@ def _evidence(posterior: Fitted) -> tuple[Picture | str, str, Any]:
     return _picture("evidence", "Evidence and prior", caption, alt, ax), "evidence_curve", asdict(curve)
 
 
-def _picture(name: str, heading: str, caption: str, alt: str, ax: Any) -> Picture:
+def _picture(name: str, heading: str, caption: str, alt: str, ax: Axes) -> Picture:
     with torch.no_grad():
         return Picture(name, heading, caption, alt, inline_svg(name, ax, alt))
