@@ -21,7 +21,7 @@ from lapwing.plots import (
     observed_coverage,
     reliability_points,
     risk_of,
-    shortened,
+    shorten,
     wilson,
 )
 from lapwing.posteriors.base import EffectiveParameters
@@ -403,4 +403,4 @@ def test_steps_without_a_score_are_left_out() -> None:
 
 @pytest.mark.parametrize(("name", "shown"), [("a" * 18, "a" * 18), ("b" + "a" * 18, "…" + "a" * 17)])
 def test_long_names_keep_as_much_of_their_end_as_there_is_room(name: str, shown: str) -> None:
-    assert shortened(name) == shown
+    assert shorten(name) == shown
