@@ -25,7 +25,7 @@ from lapwing.posteriors.base import Posterior
 from lapwing.priors.base import Prior
 from lapwing.problem import Problem
 from lapwing.runtime.files import read, write
-from lapwing.runtime.state import UNLIMITED, Later, ListOf, MapOf, PartOf, Record, State, Text, Unread, Whole
+from lapwing.runtime.state import UNLIMITED, Known, Later, ListOf, MapOf, PartOf, Record, State, Text, Unread, Whole
 
 FORMAT = "lapwing-posterior-4"
 PARTS = ("network", "likelihood", "prior", "posterior")
@@ -110,11 +110,11 @@ def _restored(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, A
     _refuse_other_model(replace(fields["fingerprint"], structure=modules), model)
     before = structure_of(model)
     _refuse_other_settings(fields.get("settings", {}), before)
-    network = PartOf(Network, model).checked(fields["network"], {})
-    sizes = {"P": network.selection.size, "C": network.output_shape[-1]}
-    likelihood = PartOf(Likelihood).checked(fields["likelihood"], sizes)
-    prior = PartOf(Prior, network).checked(fields["prior"], sizes)
-    posterior = PartOf(Posterior, Problem(network, likelihood, prior)).checked(fields["posterior"], sizes)
+    network = PartOf(Network, model).read(fields["network"], Known())
+    known = Known({"P": network.selection.size, "C": network.output_shape[-1]}, network.dtype)
+    likelihood = PartOf(Likelihood).read(fields["likelihood"], known)
+    prior = PartOf(Prior, network).read(fields["prior"], known)
+    posterior = PartOf(Posterior, Problem(network, likelihood, prior)).read(fields["posterior"], known)
     about = About(**{name: fields[name] for name in ("method", "why", "rows", "columns") if name in fields})
     return posterior, Fingerprint.of(model, before), about
 

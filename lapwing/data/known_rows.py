@@ -23,7 +23,7 @@ from torch import Tensor
 from lapwing.data.inputs import n_rows, named_leaves
 from lapwing.data.processes import Processes
 from lapwing.errors import DataError
-from lapwing.runtime.state import Array, Maybe, PartOf, State, Whole, distinct, saved
+from lapwing.runtime.state import Array, Maybe, PartOf, State, Stored, Whole, distinct, saved, stored
 
 TRAINING, VALIDATION = 2**16, 2**15  # rows of a sketch, of 8 bytes each
 INPUT_BITS, TARGET_BITS = 40, 22
@@ -216,11 +216,11 @@ class Sketching:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class KnownRows:
+class KnownRows(Stored):
     """The rows that a posterior was fitted to and validated on, each as a sketch; None where there is none."""
 
-    training: RowSketch | None = None
-    validation: RowSketch | None = None
+    training: RowSketch | None = stored(Maybe(PartOf(RowSketch)), None)
+    validation: RowSketch | None = stored(Maybe(PartOf(RowSketch)), None)
 
     def with_training(self, more: RowSketch | None) -> KnownRows:
         """Return the rows with more training data."""
@@ -244,16 +244,6 @@ class KnownRows:
                     f"expected data that were not used before. {remedy}",
                     reuse.whole,
                 )
-
-    def state(self) -> State:
-        """Return the sketches as plain data."""
-        parts = {"training": self.training, "validation": self.validation}
-        return State("KnownRows", parts={name: part.state() for name, part in parts.items() if part is not None})
-
-    @classmethod
-    def from_state(cls, state: State) -> KnownRows:
-        """Build the rows again."""
-        return cls(**state.read(training=Maybe(PartOf(RowSketch)), validation=Maybe(PartOf(RowSketch))))
 
 
 @dataclass(frozen=True)

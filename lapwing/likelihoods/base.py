@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.predictives.views import as_images
-from lapwing.runtime.state import Either, Flag, Later, ListOf, Real, State, state_of, values_from
+from lapwing.runtime.settings import HasSettings
+from lapwing.runtime.state import Either, Flag, Later, ListOf, Real, State, Stored, state_of, values_from
 from lapwing.values.functions import FunctionSamples
 from lapwing.values.gaussian import FunctionGaussian, pixel_belief
 
@@ -35,7 +36,7 @@ def _takes_images(predict: Callable[..., Any]) -> Callable[..., Any]:
     return predict_images
 
 
-class Likelihood:
+class Likelihood(HasSettings, Stored):
     """A distribution of targets given outputs f (B, [T,] C); every token counts as a datum.
 
     Classes inherit from it. They define ``targets``, ``loss``, ``root``, ``sampled_gradient`` and ``predict``; every
@@ -111,15 +112,6 @@ class Likelihood:
     def predict_samples(self, samples: FunctionSamples) -> Any:
         """Return the predictive distribution of y from drawn functions; by default from their mean and covariance."""
         return self.predict(samples.gaussian)
-
-    def state(self) -> State:
-        """Return the settings for a file; by default those that are declared with ``setting``, which must be all."""
-        return state_of(self)
-
-    @classmethod
-    def from_state(cls, state: State) -> Any:
-        """Build the likelihood from its state."""
-        return cls(**values_from(cls, state))
 
     @property
     def prefers_samples(self) -> bool:
@@ -314,7 +306,7 @@ class LogitLikelihood(Likelihood):
         return state_of(self, corrected=True) if weighted else state_of(self)
 
     @classmethod
-    def from_state(cls: type[S], state: State) -> S:
+    def from_state(cls: type[S], state: State, owner: Any = None) -> S:
         values = values_from(cls, state, corrected=Later(Flag()))
         weights = next((values[name] for name in LOSS_WEIGHTS if values.get(name) is not None), None)
         if not values.pop("corrected", False) and weights is not None:  # a file of 0.2.0, which did not correct

@@ -23,7 +23,7 @@ from lapwing.likelihoods.base import (
     refuse_unused,
 )
 from lapwing.predictives.labels import BINARY_LINKS, BinaryPredictive
-from lapwing.runtime.settings import FINITE, INTEGER, NONE, NOT_NEGATIVE, NUMBER, HasSettings, one_of, setting
+from lapwing.runtime.settings import FINITE, INTEGER, NONE, NOT_NEGATIVE, NUMBER, one_of, setting
 from lapwing.runtime.state import SMALLEST, Array, Either, ListOf, Maybe, Real, saved
 from lapwing.runtime.threads import uniform
 from lapwing.values.gaussian import FunctionGaussian
@@ -33,7 +33,7 @@ WEIGHTS = Maybe(Either(Real(0), ListOf(Real(0), 1), ListOf(Real(0), "C")))  # of
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Bernoulli(HasSettings, LogitLikelihood):
+class Bernoulli(LogitLikelihood):
     """Binary or multilabel classification: independent sigmoids and the binary cross-entropy loss.
 
     Targets are 0, 1 or a probability between them.

@@ -31,7 +31,6 @@ from lapwing.runtime.settings import (
     NONE,
     NOT_NEGATIVE,
     NUMBER,
-    HasSettings,
     Rule,
     integer,
     is_integer,
@@ -58,7 +57,7 @@ CLASS_DIM = Rule(
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Categorical(HasSettings, LogitLikelihood):
+class Categorical(LogitLikelihood):
     """Classification into C classes: a softmax over logits and the cross-entropy loss.
 
     Targets are class numbers (B, [T]), or probabilities of the classes (B, [T,] C) in floating point.

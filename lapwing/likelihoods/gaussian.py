@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood, OutputHessian, match_targets, refuse_other_loss
 from lapwing.predictives.numbers import NormalPredictive, StudentPredictive
-from lapwing.runtime.settings import FLAG, NONE, NUMBER, NUMBERS, HasSettings, Rule, is_real, setting
+from lapwing.runtime.settings import FLAG, NONE, NUMBER, NUMBERS, Rule, is_real, setting
 from lapwing.runtime.state import ABOVE_ZERO, SMALLEST, Array, Either, ListOf, Maybe, Real, saved
 from lapwing.runtime.threads import sequential_normal
 from lapwing.values.gaussian import FunctionGaussian
@@ -29,7 +29,7 @@ DEGREES = Rule(
 
 @saved
 @dataclass(frozen=True, eq=False)
-class Gaussian(HasSettings, Likelihood):
+class Gaussian(Likelihood):
     """Regression with Gaussian noise, y = f(x) + noise, and the squared loss.
 
     Args:

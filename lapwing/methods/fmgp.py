@@ -27,9 +27,9 @@ from lapwing.posteriors.base import Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import gathered, runs
 from lapwing.runtime.settings import NONE, POSITIVE, integer, one_of, setting
-from lapwing.runtime.state import ROUNDING, Array, Either, Maybe, PartOf, State, Text, saved
+from lapwing.runtime.state import ROUNDING, Array, Either, Maybe, PartOf, State, Text, plain, saved
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, normal, uniform
-from lapwing.runtime.trace import TRACE, Step, Trace, trace_settings
+from lapwing.runtime.trace import TRACE, Step, Trace
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
 
@@ -311,7 +311,7 @@ class FunctionPosterior(Posterior):
         settings = {
             "statistics": asdict(self.statistics),
             "kernel": self.kernel.kind,
-            "trace": trace_settings(self.trace),
+            "trace": plain(self.trace),
         }
         return State("FunctionPosterior", settings, tensors, parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -45,7 +45,7 @@ from lapwing.posteriors.weight_space import Linearised, jacobian_pieces, outputs
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 from lapwing.runtime.memory import PIECE, gathered, runs
 from lapwing.runtime.settings import DATA, NONE, POSITIVE, Rule, integer, is_data, is_real, one_of, setting
-from lapwing.runtime.state import SMALLEST, Array, ListOf, Real, State, Text, saved
+from lapwing.runtime.state import SMALLEST, WEIGHTS, Array, ListOf, Real, State, Stored, Text, saved, stored
 from lapwing.runtime.threads import generator_or_default, normal, sequential_normal
 from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, refuse_reordered
@@ -358,7 +358,7 @@ def random_forces(
 
 @saved
 @dataclass(frozen=True, eq=False)
-class PushedWeights(Posterior):
+class PushedWeights(Stored, Posterior):
     """f(x) ~ N(network output, a score from the outputs under pushed weights), for one push or K random ones.
 
     "mean": v = Δf/λ after a push of the average output over an evaluation set: the mean covariance of f(x) with that
@@ -369,13 +369,13 @@ class PushedWeights(Posterior):
     """
 
     problem: Problem
-    moved: Tensor  # the change of the weights by each push, (K, P)
-    strength: Tensor  # λ, (K,)
-    variant: str
-    statistics: Statistics
-    theta: Tensor
-    scale: float = 1.0
-    findings: tuple[str, ...] = ()
+    moved: Tensor = stored(Array(("K", "P"), dtype="weights"))  # the change of the weights by each push, (K, P)
+    strength: Tensor = stored(Array(("K",), SMALLEST, dtype="weights"))  # λ, (K,)
+    variant: str = stored(Text(VARIANTS))
+    statistics: Statistics = stored(STATISTICS)
+    theta: Tensor = stored(WEIGHTS)
+    scale: float = stored(Real(0), 1.0)
+    findings: tuple[str, ...] = stored(ListOf(Text()), ())
 
     def scores(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Return f (B, [T,] C) and Δf/λ for every push, (K, B, [T,] C). Cost: K + 1 forward passes."""
@@ -401,24 +401,12 @@ class PushedWeights(Posterior):
         squares = self.scale * scores.square()
         return squares.std(0) / len(squares) ** 0.5 if len(squares) > 1 else torch.full_like(squares[0], torch.inf)
 
-    def state(self) -> State:
-        settings = {
-            "statistics": asdict(self.statistics), "variant": self.variant, "scale": self.scale,
-            "findings": self.findings,
-        }  # fmt: skip
-        tensors = {"theta": self.theta, "moved": self.moved, "strength": self.strength}
-        return State("PushedWeights", settings, tensors)
-
     @classmethod
-    def from_state(cls, state: State, problem: Problem) -> PushedWeights:
-        theta = Array(("P",), dtype=problem.network.dtype)
-        fields = state.read(
-            theta=theta, moved=replace(theta, shape=("K", "P")), strength=replace(theta, shape=("K",), least=SMALLEST),
-            variant=Text(VARIANTS), scale=Real(0), findings=ListOf(Text()), statistics=STATISTICS,
-        )  # fmt: skip
-        if not len(fields["moved"]) or (len(fields["moved"]) > 1 and fields["variant"] != "random"):
-            raise FileError(f"{len(fields['moved'])} pushes of the variant {fields['variant']!r}; expected one")
-        return cls(problem, **fields)
+    def from_state(cls, state: State, owner: Any = None) -> PushedWeights:
+        posterior: PushedWeights = super().from_state(state, owner)
+        if not len(posterior.moved) or (len(posterior.moved) > 1 and posterior.variant != "random"):
+            raise FileError(f"{len(posterior.moved)} pushes of the variant {posterior.variant!r}; expected one")
+        return posterior
 
 
 def fit_scale(posterior: PushedWeights, data: Data) -> float:

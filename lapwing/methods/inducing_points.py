@@ -41,7 +41,7 @@ from lapwing.priors import Isotropic
 from lapwing.priors.base import BoundPrior, prior_kernel
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.memory import budget, fitting, gathered
-from lapwing.runtime.state import Array, Maybe, PartOf, Samples, State, saved, semidefinite
+from lapwing.runtime.state import Array, Maybe, PartOf, Samples, State, Stored, saved, semidefinite, stored
 from lapwing.runtime.threads import uniform
 from lapwing.runtime.trace import Step, Trace
 
@@ -183,7 +183,7 @@ class AnchoredCurvature(Curvature):
 
 @saved
 @dataclass(frozen=True, eq=False)
-class BoundedCurvature(Curvature):
+class BoundedCurvature(Stored, Curvature):
     r"""The part H̃ of H in some directions; ``exact_diagonal`` (P,) is the diagonal of the whole H.
 
     The log-determinant is an upper bound of that of the whole H,
@@ -194,8 +194,8 @@ class BoundedCurvature(Curvature):
     evidence would be highest for a prior that leaves the missing directions free.
     """
 
-    part: LowRankCurvature
-    exact_diagonal: Tensor
+    part: LowRankCurvature = stored(PartOf(LowRankCurvature))
+    exact_diagonal: Tensor = stored(Array(("P",), 0))
     preconditions: ClassVar[bool] = True
 
     def precision(self, phi: Tensor, prior: BoundPrior) -> LowRankPrecision:
@@ -215,13 +215,6 @@ class BoundedCurvature(Curvature):
 
     def diagonal(self) -> Tensor:
         return floored_by_layer(self.exact_diagonal.double(), self.part.selection)
-
-    def state(self) -> State:
-        return State("BoundedCurvature", {}, {"exact_diagonal": self.exact_diagonal}, {"part": self.part.state()})
-
-    @classmethod
-    def from_state(cls, state: State, network: Network) -> BoundedCurvature:
-        return cls(**state.read(part=PartOf(LowRankCurvature, network), exact_diagonal=Array(("P",), 0)))
 
 
 @dataclass(frozen=True, eq=False)

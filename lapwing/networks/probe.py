@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.data.inputs import Inputs
 from lapwing.errors import FileError, ModelError
-from lapwing.runtime.state import LARGEST, Sizes, State, Text, refused, saved
+from lapwing.runtime.state import LARGEST, Field, Known, State, Text, refused, saved
 
 ROWS = 4  # inputs
 BYTES = 2**20  # of all of them together
@@ -181,25 +181,24 @@ def _numbers_in(form: Any) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Form(Field):
     """The form of inputs with so many tensors, each once and in order."""
 
     count: int
-    place: ClassVar[str] = "settings"
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
+    def read(self, value: Any, known: Known) -> Any:
         if list(_numbers_in(value)) != list(range(self.count)):
             raise refused(value, f"a form of {self.count} tensors in order")
         return value
 
 
 @dataclass(frozen=True)
-class _Numbers:
+class _Numbers(Field):
     """A tensor of any shape with numbers up to 1e30."""
 
-    place: ClassVar[str] = "tensors"
+    place = "tensors"
 
-    def checked(self, value: Tensor, sizes: Sizes) -> Tensor:
+    def read(self, value: Tensor, known: Known) -> Tensor:
         if value.is_complex() or not value.numel() or not bool((value.double().abs() <= LARGEST).all()):
             raise FileError(f"has the shape {tuple(value.shape)} and dtype {value.dtype}; expected finite real numbers")
         return value

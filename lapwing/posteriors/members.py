@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,19 +15,19 @@ from lapwing.networks.functionals import is_single_map, last_features
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics
-from lapwing.runtime.state import SMALLEST, Array, PartOf, Real, State, saved
+from lapwing.runtime.state import SMALLEST, WEIGHTS, Array, PartOf, Real, State, Stored, saved, stored
 from lapwing.runtime.threads import normal_rows
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
 
 @saved
 @dataclass(frozen=True, eq=False)
-class PointPosterior(Posterior):
+class PointPosterior(Stored, Posterior):
     """All mass at w̃: the plain network with its likelihood, the baseline for everything else."""
 
     problem: Problem
-    statistics: Statistics
-    theta: Tensor
+    statistics: Statistics = stored(STATISTICS)
+    theta: Tensor = stored(WEIGHTS)
     has_spread: ClassVar[bool] = False
     differentiable: ClassVar[bool] = True
 
@@ -50,13 +50,6 @@ class PointPosterior(Posterior):
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         network = self.problem.network
         return network(x).to(network.dtype).expand(n, *([-1] * (len(network.output_shape) + 1))).clone()
-
-    def state(self) -> State:
-        return State("PointPosterior", {"statistics": asdict(self.statistics)}, {"theta": self.theta})
-
-    @classmethod
-    def from_state(cls, state: State, problem: Problem) -> PointPosterior:
-        return cls(problem, **state.read(statistics=STATISTICS, theta=Array(("P",), dtype=problem.network.dtype)))
 
 
 def _certain(f: Tensor, joint: bool) -> FunctionGaussian:
@@ -90,13 +83,13 @@ class Members:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class MembersPosterior(Posterior):
+class MembersPosterior(Stored, Posterior):
     """f(x) ~ N(mean of the members, their covariance). A prediction costs a forward pass for each member."""
 
     problem: Problem
-    members: Members
-    statistics: Statistics
-    theta: Tensor
+    members: Members = stored(PartOf(Members))
+    statistics: Statistics = stored(STATISTICS)
+    theta: Tensor = stored(WEIGHTS)
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         return spread(self._outputs(x), joint)
@@ -121,15 +114,6 @@ class MembersPosterior(Posterior):
         self.members.refuse_changed()
         return outputs_of(self.members, self.problem.network, x).to(self.theta.dtype)
 
-    def state(self) -> State:
-        settings = {"statistics": asdict(self.statistics)}
-        return State("MembersPosterior", settings, {"theta": self.theta}, {"members": self.members.state()})
-
-    @classmethod
-    def from_state(cls, state: State, problem: Problem) -> MembersPosterior:
-        theta = Array(("P",), dtype=problem.network.dtype)
-        return cls(problem, **state.read(members=PartOf(Members, problem), statistics=STATISTICS, theta=theta))
-
 
 def spread(outputs: Tensor, joint: bool) -> FunctionGaussian:
     """Return the mean and covariance of K functions with outputs (K, B, [T,] C)."""
@@ -149,7 +133,7 @@ def mean_of(members: Callable[[Inputs], Tensor]) -> Callable[[Inputs], Tensor]:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class MeanFieldPosterior(Posterior):
+class MeanFieldPosterior(Stored, Posterior):
     """W ~ N(mean, diag(variance)) for f = W a, with a the input of the last layer and a one for its bias.
 
     Outputs are independent, f_c ~ N(m_c·a, Σ_i v_ci a_i²): exactly, since the network is linear in W. The mean is not
@@ -157,11 +141,13 @@ class MeanFieldPosterior(Posterior):
     """
 
     problem: Problem
-    mean: Tensor  # (C, D), float64
-    variance: Tensor  # (C, D), float64
-    statistics: Statistics  # of the network itself
-    theta: Tensor  # w̃, (P,)
-    elbo: float  # below log p(D) for Gaussian noise; else estimated by the draws of the search, and a little too high
+    mean: Tensor = stored(Array(("C", "D"), dtype=torch.float64))
+    variance: Tensor = stored(Array(("C", "D"), SMALLEST, dtype=torch.float64))
+    statistics: Statistics = stored(STATISTICS)  # of the network itself
+    theta: Tensor = stored(WEIGHTS)  # w̃, (P,)
+    elbo: float = stored(
+        Real()
+    )  # below log p(D) for Gaussian noise; else estimated by the draws of the search, and a little too high
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         a = features(self.problem.network, x)
@@ -194,23 +180,14 @@ class MeanFieldPosterior(Posterior):
         noise = normal_rows(n, self.mean.numel(), generator, self.mean).reshape(n, *self.mean.shape)
         return self.mean + self.variance.sqrt() * noise
 
-    def state(self) -> State:
-        settings = {"statistics": asdict(self.statistics), "elbo": self.elbo}
-        tensors = {"theta": self.theta, "mean": self.mean, "variance": self.variance}
-        return State("MeanFieldPosterior", settings, tensors)
-
     @classmethod
-    def from_state(cls, state: State, problem: Problem) -> MeanFieldPosterior:
-        network = problem.network
-        if not is_single_map(network):
+    def from_state(cls, state: State, owner: Any = None) -> MeanFieldPosterior:
+        if not is_single_map(owner.network):
             raise FileError("the weights of a mean-field posterior are no single linear map; expected a last layer")
-        _, outputs, width = network.layout[0].form
-        matrix = Array((outputs, width), dtype=torch.float64)
-        fields = state.read(
-            theta=Array(("P",), dtype=network.dtype), mean=matrix, elbo=Real(), statistics=STATISTICS,
-            variance=Array((outputs, width), SMALLEST, dtype=torch.float64),
-        )  # fmt: skip
-        return cls(problem, **fields)
+        posterior: MeanFieldPosterior = super().from_state(state, owner)
+        if posterior.mean.shape != (form := owner.network.layout[0].form[1:]):
+            raise FileError(f"the mean has the shape {tuple(posterior.mean.shape)}; expected {tuple(form)}")
+        return posterior
 
 
 def _centred(variance: Tensor) -> Tensor:

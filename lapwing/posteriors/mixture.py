@@ -32,10 +32,11 @@ from lapwing.runtime.state import (
     Text,
     Unread,
     Whole,
+    plain,
     saved,
 )
 from lapwing.runtime.threads import uniform
-from lapwing.runtime.trace import TRACE, Trace, trace_settings
+from lapwing.runtime.trace import TRACE, Trace
 from lapwing.values.functions import FunctionSamples, differentiable_beliefs
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
@@ -352,7 +353,7 @@ class MixturePosterior(Posterior):
             "bases": [type(base).__name__ for base in self.bases],
             "beliefs": [belief.base for belief in self.beliefs],
             "cells": [{"belief": cell.belief, "scale": cell.scale} for cell in self.cells],
-            "trace": trace_settings(self.trace),
+            "trace": plain(self.trace),
         }
         return State("MixturePosterior", settings, tensors, parts)
 
@@ -372,7 +373,7 @@ class MixturePosterior(Posterior):
         for i in names:
             own = problem.with_prior(problem.prior.with_precision(fields[f"precisions{i}"]))
             own = own.with_likelihood(fields[f"likelihood{i}"])
-            bases.append(PartOf(Posterior, own).checked(fields[f"base{i}"], dict(state.sizes)))
+            bases.append(PartOf(Posterior, own).read(fields[f"base{i}"], state.known))
         beliefs = tuple(Belief(base, fields[f"belief{i}"]) for i, base in enumerate(fields["beliefs"]))
         parts = tuple(Cell(likelihood=fields[f"cell{i}"], **cell) for i, cell in enumerate(fields["cells"]))
         mixture = cls(tuple(bases), beliefs, parts, fields["weights"], fields["trace"])

@@ -26,9 +26,9 @@ from lapwing.posteriors.weight_space import Linearised, Mode
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
 from lapwing.runtime.settings import integer
-from lapwing.runtime.state import Array, Maybe, Real, State, Whole, saved
+from lapwing.runtime.state import Array, Maybe, Real, State, Whole, plain, saved
 from lapwing.runtime.threads import derived_generator
-from lapwing.runtime.trace import TRACE, Trace, trace_settings
+from lapwing.runtime.trace import TRACE, Trace
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
 
@@ -213,7 +213,7 @@ class SampledPosterior(Linearised):
         solution, logdet = self.solution, self.solver.logdet(self.problem)
         settings = {
             "statistics": asdict(self.statistics), "iterations": solution.iterations, "tolerance": solution.tolerance,
-            "logdet_error": logdet.error, "trace": trace_settings(self.trace),
+            "logdet_error": logdet.error, "trace": plain(self.trace),
             "mode_loss": None if self.mode is None else self.mode.loss,
         }  # fmt: skip
         tensors = {

@@ -33,13 +33,14 @@ from lapwing.runtime.state import (
     Real,
     State,
     Text,
+    plain,
     refuse_undeclared,
     saved,
-    setting_fields,
     state_of,
+    stored_fields,
 )
 from lapwing.runtime.threads import normal_rows
-from lapwing.runtime.trace import TRACE, Trace, trace_settings
+from lapwing.runtime.trace import TRACE, Trace
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
 Sums = tuple[Curvature | PerOutputCurvature, Statistics, Estimate | None]
@@ -67,7 +68,7 @@ class SumsData(HasSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_undeclared(type(self))
+        refuse_undeclared(type(self), has_owner=False)
 
     def sum_data(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
         """Return the curvature, the statistics, and how the curvature was estimated if it was."""
@@ -91,7 +92,7 @@ class SummedBy:
     def from_state(cls, state: State) -> Any:
         """Build the method again."""
         name = state.settings.get("name")
-        known = setting_fields(_METHODS[name]) if name in _METHODS else {}
+        known = stored_fields(_METHODS[name]) if name in _METHODS else {}
         fields = state.read(name=Text(tuple(_METHODS)), **known)
         return _METHODS[fields.pop("name")](**fields)
 
@@ -591,7 +592,7 @@ class WeightPosterior(Linearised):
         tensors |= {} if self.estimate is None else {"estimate": self.estimate.tensor()}
         settings = {
             "statistics": asdict(self.statistics), "mode_loss": None if self.mode is None else self.mode.loss,
-            "trace": trace_settings(self.trace),
+            "trace": plain(self.trace),
         }  # fmt: skip
         method = {} if self.method is None else {"method": SummedBy.state(self.method)}
         return State("WeightPosterior", settings, tensors, {"curvature": self.curvature.state(), **method})

@@ -14,17 +14,17 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import Field as DataclassField
 from functools import partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.errors import FileError, UnsupportedError
-from lapwing.runtime.settings import Rule, declared_settings, is_integer
+from lapwing.runtime.settings import Rule, is_integer
 
-Sizes = dict[str, int]
 Length = int | str | None  # of a dimension: a number, a letter that stands for the same number everywhere, or any
 LARGEST, SMALLEST = 1e30, 1e-30  # of real numbers, so that products of a few of them neither overflow nor vanish
 MOST = 2**53  # of whole numbers
@@ -32,17 +32,33 @@ MEMBERS = 100_000  # the most functions that a posterior may consist of, so that
 ROUNDING = 1e-3  # relative, of matrices that were computed in float32 and may be stored in float64
 
 
-class Field(Protocol):
-    """One value in a state."""
+@dataclass(frozen=True)
+class Known:
+    """What is known while a file is read: lengths by their letters, the dtype of the network's weights, the owner."""
+
+    lengths: dict[str, int] = field(default_factory=dict)  # P weights, C outputs; others as they are met in one state
+    dtype: torch.dtype | None = None
+    owner: Any = None  # what the ``from_state`` of the value got, for its parts
+
+    def fits(self, seen: int, length: Length) -> bool:
+        """Return whether a length is as declared; a letter without a number takes the number that is seen."""
+        expected = self.lengths.setdefault(length, seen) if isinstance(length, str) else length
+        return expected is None or seen == expected
 
     @property
-    def place(self) -> str:
-        """Where it is: "settings", "tensors" or "parts"."""
-        ...
+    def within_parts(self) -> Known:
+        """What is known in every part: other letters have one meaning in one state alone."""
+        return Known({letter: n for letter, n in self.lengths.items() if letter in "PC"}, self.dtype)
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
+
+class Field:
+    """One value in a state: its place, and what it may be."""
+
+    place = "settings"  # or "tensors" or "parts"
+
+    def read(self, value: Any, known: Known) -> Any:
         """Return the value as its owner takes it; raise ``FileError`` if it is wrong."""
-        ...
+        raise NotImplementedError
 
 
 def refused(seen: Any, expected: str) -> FileError:
@@ -50,21 +66,14 @@ def refused(seen: Any, expected: str) -> FileError:
     return FileError(f"is {seen!r:.60}; expected {expected}")
 
 
-def _same_length(seen: int, length: Length, sizes: Sizes) -> bool:
-    """Return whether a length is as declared; a letter without a number takes the number that is seen."""
-    known = sizes.setdefault(length, seen) if isinstance(length, str) else length
-    return known is None or seen == known
-
-
 @dataclass(frozen=True)
-class Real:
+class Real(Field):
     """A number from ``least`` to ``most``: finite and at most 1e30 in size, unless they say otherwise."""
 
     least: float = -LARGEST
     most: float = LARGEST
-    place: ClassVar[str] = "settings"
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
+    def read(self, value: Any, known: Known) -> Any:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise refused(value, "a number")
         if not self.least <= value <= self.most:
@@ -77,116 +86,109 @@ UNLIMITED = Real(-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(Field):
     """A whole number; that of a letter (see ``Length``), if there is one."""
 
     least: int = 0
     most: int = MOST
     size: str | None = None
-    place: ClassVar[str] = "settings"
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
+    def read(self, value: Any, known: Known) -> Any:
         if type(value) is not int or not self.least <= value <= self.most:
             raise refused(value, f"a whole number from {self.least} to {self.most}")
-        if not _same_length(value, self.size, sizes):
-            raise refused(value, f"{sizes[str(self.size)]}")
+        if not known.fits(value, self.size):
+            raise refused(value, f"{known.lengths[str(self.size)]}")
         return value
 
 
 @dataclass(frozen=True)
-class Flag:
+class Flag(Field):
     """True or false."""
 
-    place: ClassVar[str] = "settings"
-
-    def checked(self, value: Any, sizes: Sizes) -> Any:
+    def read(self, value: Any, known: Known) -> Any:
         if not isinstance(value, bool):
             raise refused(value, "true or false")
         return value
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Field):
     """A text; one of ``choices`` if there are some."""
 
     choices: tuple[str, ...] = ()
-    place: ClassVar[str] = "settings"
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
+    def read(self, value: Any, known: Known) -> Any:
         if not isinstance(value, str) or (self.choices and value not in self.choices):
             raise refused(value, f"one of {', '.join(self.choices)}" if self.choices else "a text")
         return value
 
 
 @dataclass(frozen=True)
-class ListOf:
+class ListOf(Field):
     """A list of values of one kind, returned as a tuple."""
 
     item: Field
     length: Length = None
-    place: ClassVar[str] = "settings"
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
-        if not isinstance(value, list | tuple) or not _same_length(len(value), self.length, sizes):
+    def read(self, value: Any, known: Known) -> Any:
+        if not isinstance(value, list | tuple) or not known.fits(len(value), self.length):
             raise refused(value, "a list" + (f" of length {self.length}" if self.length is not None else ""))
-        return tuple(self.item.checked(item, sizes) for item in value)
+        return tuple(self.item.read(item, known) for item in value)
 
 
 @dataclass(frozen=True)
-class MapOf:
+class MapOf(Field):
     """A mapping from texts to values of one kind."""
 
     item: Field
-    place: ClassVar[str] = "settings"
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
+    def read(self, value: Any, known: Known) -> Any:
         if not isinstance(value, Mapping):
             raise refused(value, "a mapping")
-        return {key: self.item.checked(item, sizes) for key, item in value.items()}
+        return {key: self.item.read(item, known) for key, item in value.items()}
 
 
-class Record:
+class Record(Field):
     """A mapping with these keys and no others; ``build`` makes the result from the values.
 
     A field that is ``Later`` may be absent: then ``build`` gives it its default.
     """
 
-    place: ClassVar[str] = "settings"
-
     def __init__(self, build: Callable[..., Any], /, **fields: Field) -> None:
         self.build, self.fields = build, fields
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
+    def read(self, value: Any, known: Known) -> Any:
         needed = {name for name, each in self.fields.items() if not isinstance(each, Later)}
         if not isinstance(value, Mapping) or not needed <= set(value) <= set(self.fields):
             raise refused(value, f"exactly the keys {', '.join(self.fields)}")
         present = {name: each for name, each in self.fields.items() if name in value}
-        return self.build(**{name: _named(name, each, value[name], sizes) for name, each in present.items()})
+        return self.build(**{name: _named(name, each, value[name], known) for name, each in present.items()})
 
 
 @dataclass(frozen=True)
-class Array:
+class Array(Field):
     """A tensor of this shape. Real numbers are as for ``Real``, in float32 or float64; ``dtype`` converts them."""
 
     shape: tuple[Length, ...]
     least: float = -LARGEST
     most: float = LARGEST
     whole: bool = False
-    dtype: torch.dtype | None = None  # to convert to
+    dtype: torch.dtype | Literal["weights"] | None = None  # to convert to; that of the network's weights
     stored: torch.dtype | None = None  # in the file, if it must be this one
     also: Callable[[Tensor], str] | None = None  # returns what is wrong, in words, or an empty text
-    place: ClassVar[str] = "tensors"
+    place = "tensors"
 
-    def checked(self, value: Tensor, sizes: Sizes) -> Tensor:
+    def read(self, value: Tensor, known: Known) -> Tensor:
         kinds = (torch.int64,) if self.whole else (torch.float32, torch.float64)
         kinds = kinds if self.stored is None else (self.stored,)
         if value.dtype not in kinds:
             raise FileError(f"is {value.dtype}; expected {' or '.join(map(str, kinds))}")
         pairs = zip(value.shape, self.shape, strict=False)
-        if value.ndim != len(self.shape) or not all(_same_length(n, length, sizes) for n, length in pairs):
-            expected = ", ".join(str(sizes.get(n, n) if isinstance(n, str) else n) for n in self.shape)
+        if value.ndim != len(self.shape) or not all(known.fits(n, length) for n, length in pairs):
+            expected = ", ".join(str(known.lengths.get(n, n) if isinstance(n, str) else n) for n in self.shape)
             raise FileError(f"has the shape {tuple(value.shape)}; expected ({expected})")
-        value = value if self.dtype is None else value.to(self.dtype)
+        dtype = known.dtype if self.dtype == "weights" else self.dtype
+        value = value if dtype is None else value.to(dtype)
         if value.numel():
             low, high = (end.item() for end in value.aminmax())
             if not (self.least <= low and high <= self.most):  # not true for NaN either
@@ -197,13 +199,12 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Admitted:
+class Admitted(Field):
     """A setting that a rule for users admits too; numbers are neither huge nor tiny. Lists become tuples."""
 
     rule: Rule
-    place: ClassVar[str] = "settings"
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
+    def read(self, value: Any, known: Known) -> Any:
         if not (_is_moderate(value) and self.rule.admits(value)):
             raise refused(value, self.rule.expected)
         return tuple(value) if isinstance(value, list) else value
@@ -219,20 +220,15 @@ def _is_moderate(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Samples:
+class Samples(Field):
     """Inputs of a network, a row for each sample: whole numbers, or real ones, which take the dtype of its weights."""
 
     length: Length
     dtype: torch.dtype
-    place: ClassVar[str] = "tensors"
+    place = "tensors"
 
-    def checked(self, value: Tensor, sizes: Sizes) -> Tensor:
-        if (
-            not value.ndim
-            or not _same_length(len(value), self.length, sizes)
-            or not value.numel()
-            or value.is_complex()
-        ):
+    def read(self, value: Tensor, known: Known) -> Tensor:
+        if not value.ndim or not known.fits(len(value), self.length) or not value.numel() or value.is_complex():
             raise FileError(
                 f"has the shape {tuple(value.shape)} and dtype {value.dtype}; expected a row for each sample"
             )
@@ -244,72 +240,52 @@ class Samples:
         return value
 
 
-class Maybe:
+class Maybe(Field):
     """A value, or none, which stands for ``none``: null among settings, absent among tensors and parts."""
 
     def __init__(self, field: Field, none: float | None = None) -> None:
         self.field, self.place, self.none = field, field.place, none
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
-        return self.none if value is None else self.field.checked(value, sizes)
+    def read(self, value: Any, known: Known) -> Any:
+        return self.none if value is None else self.field.read(value, known)
 
 
-class Later:
+class Later(Field):
     """A value that files of earlier versions do not have, and that then is not among the values read."""
 
     def __init__(self, field: Field) -> None:
         self.field, self.place = field, field.place
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
-        return self.field.checked(value, sizes)
+    def read(self, value: Any, known: Known) -> Any:
+        return self.field.read(value, known)
 
 
-class Either:
+class Either(Field):
     """A value that one of these fields takes; the first that does."""
 
     def __init__(self, *fields: Field) -> None:
         self.fields, self.place = fields, fields[0].place
 
-    def checked(self, value: Any, sizes: Sizes) -> Any:
+    def read(self, value: Any, known: Known) -> Any:
         errors = []
         for each in self.fields:
             try:
-                return each.checked(value, sizes)
+                return each.read(value, known)
             except FileError as error:
                 errors.append(str(error))
         raise FileError(", or ".join(errors))
 
 
-def read(state: State, fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Return the checked values of a state; raise ``FileError`` if one is missing, wrong or not among the fields."""
-    sizes, values = dict(state.sizes), {}
-    sources: dict[str, Mapping[str, Any]] = {
-        "settings": state.settings, "tensors": state.tensors, "parts": state.parts
-    }  # fmt: skip
-    for place, source in sources.items():
-        expected = [name for name, each in fields.items() if each.place == place]
-        absent = Later if place == "settings" else Later | Maybe
-        optional = [name for name in expected if isinstance(fields[name], absent)]
-        missing, unknown = set(expected) - set(source) - set(optional), set(source) - set(expected)
-        if missing or unknown:
-            raise FileError(
-                f"{place} of {state.name}: missing {sorted(missing)[:4]}, unknown {sorted(unknown)[:4]!r:.200}"
-            )
-    for name, each in fields.items():
-        source = sources[each.place]
-        if isinstance(each, Later) and name not in source:
-            continue
-        values[name] = _named(f"{name} of {state.name}", each, source.get(name), sizes)
-    return values
-
-
-def _named(name: str, field: Field, value: Any, sizes: Sizes) -> Any:
+def _named(name: str, field: Field, value: Any, known: Known) -> Any:
     """Return the checked value; an error says the name."""
     try:
-        return field.checked(value, sizes)
+        return field.read(value, known)
     except FileError as error:
         text = str(error)
         raise FileError(f"{name} {text}" if text.startswith(("is ", "has ", "runs ")) else f"{name}: {text}") from error
+
+
+WEIGHTS = Array(("P",), dtype="weights")  # one number for each selected weight
 
 
 # Checks of whole matrices, for ``Array.also``.
@@ -377,10 +353,10 @@ class State:
     settings: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, State] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)  # known when a file is read: P weights, C outputs
+    known: Known = Known()
 
     def read(self, /, **fields: Field) -> dict[str, Any]:
-        """Return the checked value of every setting, tensor and part; each must have a field (``core.schema``).
+        """Return the checked value of every setting, tensor and part; each must have a field.
 
         Raises:
             FileError: If a value is missing, of another kind or shape, out of range, or without a field.
@@ -389,59 +365,120 @@ class State:
         >>> State("Example", {"scale": 2.0}).read(scale=ABOVE_ZERO)
         {'scale': 2.0}
         """
-        return read(self, fields)
+        known, values = replace(self.known, lengths=dict(self.known.lengths)), {}
+        sources: dict[str, Mapping[str, Any]] = {
+            "settings": self.settings, "tensors": self.tensors, "parts": self.parts
+        }  # fmt: skip
+        for place, source in sources.items():
+            expected = [name for name, each in fields.items() if each.place == place]
+            absent = Later if place == "settings" else Later | Maybe
+            optional = [name for name in expected if isinstance(fields[name], absent)]
+            missing, unknown = set(expected) - set(source) - set(optional), set(source) - set(expected)
+            if missing or unknown:
+                raise FileError(
+                    f"{place} of {self.name}: missing {sorted(missing)[:4]}, unknown {sorted(unknown)[:4]!r:.200}"
+                )
+        for name, each in fields.items():
+            source = sources[each.place]
+            if not isinstance(each, Later) or name in source:
+                values[name] = _named(f"{name} of {self.name}", each, source.get(name), known)
+        return values
+
+
+def stored(in_file: Field, default: Any = MISSING) -> Any:
+    """Declare a field of a dataclass that inherits from ``Stored``, and what a file may hold for it."""
+    return field(default=default, metadata={"stored": in_file, "name": ""})
+
+
+class Stored:
+    """A dataclass with a form in files, which follows from the fields declared with ``stored`` and ``setting``.
+
+    Every other field without a default comes from the owner, which ``from_state`` gets: the owner itself, or its
+    attribute of that name.
+    """
+
+    def state(self) -> State:
+        """Return the value as plain data, for a file."""
+        return state_of(self)
+
+    @classmethod
+    def from_state(cls, state: State, owner: Any = None) -> Any:
+        """Build the value from its state."""
+        refuse_undeclared(cls, has_owner=owner is not None)
+        names = _undeclared(cls, with_default=False)
+        state = replace(state, known=replace(state.known, owner=owner))
+        return cls(**{name: getattr(owner, name, owner) for name in names}, **values_from(cls, state))
 
 
 def state_of(value: Any, **more: Any) -> State:
-    """Return the state of a dataclass that declares its settings (``HasSettings``), and ``more`` settings."""
-    settings: dict[str, Any] = {}
-    tensors: dict[str, Tensor] = {}
-    refuse_undeclared(type(value))
-    fields = setting_fields(type(value))
-    for name, each in declared_settings(type(value)).items():
-        key = each.metadata["name"] or name
-        entry = getattr(value, key)
-        if fields[key].place == "tensors":
-            tensors |= {} if entry is None else {key: entry.detach()}
-        elif not isinstance(fields[key], Later) or _plain(entry) != each.default:
-            settings[key] = _plain(entry)
-    return State(type(value).__name__, {**settings, **more}, tensors)
+    """Return the state of a dataclass whose fields are declared with ``stored`` or ``setting``, and more settings."""
+    refuse_undeclared(type(value), has_owner=True)
+    places: dict[str, dict[str, Any]] = {"settings": {}, "tensors": {}, "parts": {}}
+    for declared, name, each in _in_files(type(value)):
+        entry = getattr(value, name)
+        if each.place == "settings":
+            entry = plain(entry)
+            places[each.place] |= {} if isinstance(each, Later) and entry == declared.default else {name: entry}
+        elif entry is not None:
+            places[each.place][name] = entry.state() if each.place == "parts" else entry.detach()
+    places["settings"] |= more
+    return State(type(value).__name__, places["settings"], places["tensors"], places["parts"])
 
 
 def values_from(cls: type, state: State, **more: Field) -> dict[str, Any]:
-    """Return the checked settings of a class from a state, by the names that its constructor takes, and more fields."""
-    values = state.read(**setting_fields(cls), **more)
-    for name, each in declared_settings(cls).items():
-        if each.metadata["name"]:
-            values[name] = values.pop(each.metadata["name"])
-    return values
+    """Return the checked values of a class from a state, by the names that its constructor takes, and more fields."""
+    values = state.read(**stored_fields(cls), **more)
+    names = {name: declared.name for declared, name, _ in _in_files(cls)}
+    return {names.get(name, name): value for name, value in values.items()}
 
 
-def setting_fields(cls: type) -> dict[str, Field]:
-    """Return the field of each setting of a class in a file: that of its declaration, or its rule."""
-    declared = [(name, each.metadata) for name, each in declared_settings(cls).items()]
-    return {each["name"] or name: each["stored"] or Admitted(each["rule"]) for name, each in declared}
+def stored_fields(cls: type) -> dict[str, Field]:
+    """Return what a file may hold for each declared field of a class, by its name in files."""
+    return {name: each for _, name, each in _in_files(cls)}
 
 
-def refuse_undeclared(cls: type) -> None:
-    """Raise unless every field of a dataclass is declared with ``setting``: no file could hold the others."""
-    names = [each.name for each in fields(cls)] if is_dataclass(cls) else [cls.__name__]
-    undeclared = [name for name in names if not is_dataclass(cls) or name not in declared_settings(cls)]
-    if undeclared:
+def _in_files(cls: type) -> list[tuple[DataclassField[Any], str, Field]]:
+    """Return each declared field, its name in files, and what they may hold: as declared, or what its rule admits."""
+    declared = [each for each in fields(cls) if each.metadata]  # type: ignore[arg-type]
+    return [
+        (each, each.metadata["name"] or each.name, each.metadata["stored"] or Admitted(each.metadata["rule"]))
+        for each in declared
+    ]
+
+
+def _undeclared(cls: type, with_default: bool) -> list[str]:
+    """Return the fields of a dataclass that are not declared: those with a default, or those without."""
+    own = [each for each in fields(cls) if each.init and not each.metadata]  # type: ignore[arg-type]
+    has_default = lambda each: each.default is not MISSING or each.default_factory is not MISSING
+    return [each.name for each in own if has_default(each) == with_default]
+
+
+def refuse_undeclared(cls: type, has_owner: bool) -> None:
+    """Raise if a file could not hold a field: one that is not declared, and that no owner gives."""
+    names = _undeclared(cls, with_default=True) + ([] if has_owner else _undeclared(cls, with_default=False))
+    if names:
         raise UnsupportedError(
-            f"{cls.__name__} has no file form, since nothing says what a file may hold for {', '.join(undeclared)}. "
+            f"{cls.__name__} has no file form, since nothing says what a file may hold for {', '.join(names)}. "
             "Declare every field with setting(default, rule), or write the methods state() and from_state()."
         )
 
 
-def _plain(value: Any) -> Any:
-    """Return a setting as what JSON can hold: numbers and sequences of numbers without types; infinity as None."""
+def plain(value: Any) -> Any:
+    """Return a value as what JSON can hold: dataclasses as mappings, numbers without types, infinity as None.
+
+    >>> plain(torch.tensor([1.0, 2.0])), plain(math.inf)
+    ([1.0, 2.0], None)
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     if value is None or isinstance(value, str | bool):
         return value
     if is_integer(value):
         return int(value)
-    plain: float | list[float] = torch.as_tensor(value, dtype=torch.float64).tolist()
-    return None if plain == math.inf else plain
+    if isinstance(value, tuple | list) and any(isinstance(each, str) for each in value):
+        return list(value)
+    numbers: float | list[float] = torch.as_tensor(value, dtype=torch.float64).tolist()
+    return None if numbers == math.inf else numbers
 
 
 _CLASSES: dict[str, Any] = {}
@@ -477,34 +514,38 @@ def class_named(name: str) -> Any:
     return _CLASSES[known]
 
 
-class PartOf:
-    """The state of another value, built again by ``from_state(state, *given)`` of the class that it names."""
+class PartOf(Field):
+    """The state of another value, built again by ``from_state(state, *given)`` of the class that it names.
 
-    place: ClassVar[str] = "parts"
+    Without ``given`` it gets what the ``from_state`` of its owner got.
+    """
+
+    place = "parts"
 
     def __init__(self, kind: type | tuple[type, ...], *given: Any) -> None:
         self.kinds, self.given = kind if isinstance(kind, tuple) else (kind,), given
 
-    def checked(self, value: State, sizes: Sizes) -> Any:
+    def read(self, value: State, known: Known) -> Any:
         cls = class_named(value.name)
         words = " or ".join(kind.__name__ for kind in self.kinds)
         if not any(_has_members(cls, kind) for kind in self.kinds):
             raise refused(value.name, f"the name of a {words}")
-        value = replace(value, sizes={name: n for name, n in sizes.items() if name in ("P", "C")})
+        value = replace(value, known=known.within_parts)
+        given = self.given if self.given or known.owner is None else (known.owner,)
         try:
-            inspect.signature(cls.from_state).bind(value, *self.given)
+            inspect.signature(cls.from_state).bind(value, *given)
         except TypeError as error:
             raise refused(value.name, f"the name of a {words}") from error
-        return cls.from_state(value, *self.given)
+        return cls.from_state(value, *given)
 
 
 @dataclass(frozen=True)
-class Unread:
-    """The state of a part as it is: its owner reads it after the other fields, with ``PartOf(...).checked``."""
+class Unread(Field):
+    """The state of a part as it is: its owner reads it after the other fields, with ``PartOf(...).read``."""
 
-    place: ClassVar[str] = "parts"
+    place = "parts"
 
-    def checked(self, value: State, sizes: Sizes) -> State:
+    def read(self, value: State, known: Known) -> State:
         return value
 
 

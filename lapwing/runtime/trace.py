@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from lapwing.runtime.state import UNLIMITED, Later, ListOf, MapOf, Maybe, Real, Record, Text
 
@@ -81,13 +80,3 @@ TRACE = Maybe(  # what a file may hold
         scored_on=Text(("", "training", "validation")), verdict=Later(Text()),
     )
 )  # fmt: skip
-
-
-def trace_settings(trace: Trace | None) -> dict[str, Any] | None:
-    """Return the trace as plain data for a file, which ``TRACE`` reads.
-
-    >>> trace = Trace("Grid", steps=(Step(1.0, (2.0,)),))
-    >>> TRACE.checked(trace_settings(trace), {}) == trace
-    True
-    """
-    return None if trace is None else asdict(trace)

@@ -30,7 +30,7 @@ from lapwing.runtime.settings import (
     required,
     setting,
 )
-from lapwing.runtime.state import SMALLEST, Array, Either, Field, Maybe, Real, State, Unread, Whole, on_device
+from lapwing.runtime.state import SMALLEST, Array, Either, Field, Known, Maybe, Real, State, Unread, Whole, on_device
 from lapwing.tuners.base import Ascend, Tuner
 from lapwing.tuners.fixed_point import FixedPoint
 
@@ -74,18 +74,18 @@ def _lbfgs(parameters: Sequence[nn.Parameter], number: int) -> dict[str, Field]:
 
 
 @dataclass(frozen=True)
-class _Number:
+class _Number(Field):
     """A number that is a tensor or none, as PyTorch left it; it is stored as a tensor, and ints as whole numbers."""
 
     least: float
-    place: str = "tensors"
+    place = "tensors"
 
-    def checked(self, value: Tensor, sizes: dict[str, int]) -> Any:
+    def read(self, value: Tensor, known: Known) -> Any:
         if value.dtype == torch.int64:
-            return int(Array((), self.least, whole=True).checked(value, sizes))
+            return int(Array((), self.least, whole=True).read(value, known))
         # A number of one entry was a Python number: see ``packed``.
-        checked = Either(Array((), self.least), Array((1,), self.least)).checked(value, sizes)
-        return float(checked) if value.ndim else checked
+        number = Either(Array((), self.least), Array((1,), self.least)).read(value, known)
+        return float(number) if value.ndim else number
 
 
 # Without tolerance_change=0 L-BFGS would stop while the gradient is still large.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.data.known_rows import TRAINING, KnownRows, RowSketch, Sketching
-from lapwing.runtime.state import PartOf
+from lapwing.runtime.state import Known, PartOf
 
 
 def sketch(
@@ -146,6 +146,6 @@ def test_sets_of_samples_are_not_compared() -> None:
 
 def test_a_file_holds_the_rows() -> None:
     rows = KnownRows(sketch(*numbers(40))).with_validation(sketch(*numbers(30, 1)))
-    again = PartOf(KnownRows).checked(rows.state(), {})
+    again = PartOf(KnownRows).read(rows.state(), Known())
     assert torch.equal(again.training.marks, rows.training.marks)  # type: ignore[union-attr]
     assert again.validation.totals == rows.validation.totals  # type: ignore[union-attr]
