@@ -67,6 +67,7 @@ class Precision:
 class Curvature:
     """H at unit dispersion in some structure. If two can be added, the sum is the curvature of both data sets."""
 
+    start: Tensor | None = None  # noise ratios (C,) in whose units a curvature is kept for each output; None otherwise
     preconditions: ClassVar[bool] = False  # whether its precision couples all weights: it preconditions the exact one
 
     @property
@@ -109,6 +110,10 @@ class Curvature:
         Nothing where the variances hardly change.
         """
         return ()
+
+    def at(self, ratios: Tensor | None) -> Curvature:
+        """Return the curvature under these noise ratios (C,), differentiable in them; itself if it has no ``start``."""
+        return self
 
     def __add__(self: S, other: S) -> S:
         raise UnsupportedError(f"curvatures of the class {type(self).__name__} do not add; fit all the data again.")

@@ -392,7 +392,7 @@ class Sweep:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class PerOutputCurvature:
+class PerOutputCurvature(Curvature):
     """H_c / s_c for each output c, with s the initial noise ratios; ``at`` gives Σ_c H_c / r_c for others.
 
     Memory: C times that of one curvature. Exact for full and diagonal structures; a Kronecker block keeps one input
@@ -409,8 +409,8 @@ class PerOutputCurvature:
         total = tuple(one + two for one, two in zip(self.parts, other.parts, strict=True))
         return PerOutputCurvature(total, self.start)
 
-    def at(self, ratios: Tensor) -> Curvature:
-        """Return the curvature under these ratios (C,), differentiable in them."""
+    def at(self, ratios: Tensor | None) -> Curvature:
+        assert ratios is not None
         return self.parts[0].mixed(self.parts[1:], self.start.to(ratios) / ratios)
 
     def state(self) -> State:
@@ -430,7 +430,7 @@ class PerOutputCurvature:
 
 def accumulate(
     compute: Callable[[Sweep], Curvature], problem: Problem, data: Data, seeds: Seeds, label: str
-) -> tuple[Curvature | PerOutputCurvature, Statistics, Estimate | None]:
+) -> tuple[Curvature, Statistics, Estimate | None]:
     """Return the curvature that ``compute`` sums over a pass, or one for each output if each output learns its noise.
 
     Also return the statistics of the pass, and how it estimated the curvature if it did. Cost for each output: as many
@@ -438,8 +438,9 @@ def accumulate(
     """
     likelihood = problem.likelihood
     sweep = Sweep(problem.network, likelihood, data, seeds, label)
-    if not likelihood.learns_ratios or likelihood.ratios is None:
+    if not likelihood.learns_ratios:
         return compute(sweep), sweep.statistics, sweep.estimate
+    assert likelihood.ratios is not None
     sweeps = [replace(sweep, seeds=replace(seeds, output=c)) for c in range(len(likelihood.ratios))]
     parts = tuple(map(compute, sweeps))
     statistics = sweeps[0].statistics
@@ -459,8 +460,7 @@ def choose_seeds(
     network, likelihood = problem.network, problem.likelihood
     refuse_open_noise(curvature, likelihood)
     if curvature is None:
-        each = likelihood.learns_ratios and likelihood.ratios is not None
-        few = Seeds(output=0 if each else None).count(network.output_shape) <= MANY
+        few = Seeds(output=0 if likelihood.learns_ratios else None).count(network.output_shape) <= MANY
         curvature = "ggn" if few or has_closed_form(network, likelihood, alone=True) else "fisher_mc"
     if curvature != "fisher_mc":
         return Seeds(curvature)

@@ -88,7 +88,7 @@ class Gaussian(Likelihood):
 
     @property
     def learns_ratios(self) -> bool:
-        return self.per_output and self.learns_dispersion
+        return self.per_output and self.learns_dispersion and self.ratios is not None
 
     def with_noise(self, noise: Tensor) -> Gaussian:
         if noise.ndim == 0:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.base import Curvature, Precision
-from lapwing.curvature.sweep import Estimate, PerOutputCurvature
+from lapwing.curvature.sweep import Estimate
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import FileError, UnsupportedError
@@ -43,7 +43,7 @@ from lapwing.runtime.threads import normal_rows
 from lapwing.runtime.trace import TRACE, Trace
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
 
-Sums = tuple[Curvature | PerOutputCurvature, Statistics, Estimate | None]
+Sums = tuple[Curvature, Statistics, Estimate | None]
 
 
 _METHODS: dict[str, type[SumsData]] = {}
@@ -111,7 +111,7 @@ def with_more(posterior: WeightPosterior, data: Data, generator: torch.Generator
             "one without. Update the posterior that it came from, and tune that with all the data."
         )
     problem, losses = posterior.problem, ()
-    if isinstance(posterior.curvature, PerOutputCurvature):  # its parts are in units of the first noise
+    if posterior.curvature.start is not None:  # its parts are in units of the first noise
         problem = problem.with_likelihood(problem.likelihood.with_noise(posterior.curvature.start))
     curvature, statistics, estimate = method.sum_data(problem, data, generator)
     if posterior.statistics.losses:
@@ -119,7 +119,7 @@ def with_more(posterior: WeightPosterior, data: Data, generator: torch.Generator
         losses = tuple((0.5 * statistics.data * residuals).tolist())
     return replace(
         posterior,
-        curvature=posterior.curvature + curvature,  # type: ignore[operator]
+        curvature=posterior.curvature + curvature,
         statistics=posterior.statistics + replace(statistics, losses=losses),
         estimate=_pooled(posterior, estimate, statistics.data),
         trace=remarked(posterior.trace, statistics.data),
@@ -307,7 +307,7 @@ class WeightPosterior(Linearised):
     """
 
     problem: Problem
-    curvature: Curvature | PerOutputCurvature
+    curvature: Curvature
     statistics: Statistics
     theta: Tensor  # w̃, (P,)
     mode: Mode | None = None
@@ -319,7 +319,7 @@ class WeightPosterior(Linearised):
     def fitted(
         cls,
         problem: Problem,
-        curvature: Curvature | PerOutputCurvature,
+        curvature: Curvature,
         statistics: Statistics,
         estimate: Estimate | None = None,
         method: SumsData | None = None,
@@ -341,14 +341,7 @@ class WeightPosterior(Linearised):
     @cached_property
     def current(self) -> Curvature:
         """The curvature under the present noise ratios; the same as ``curvature`` if all outputs share one noise."""
-        if not isinstance(self.curvature, PerOutputCurvature):
-            return self.curvature
-        assert self._ratios is not None
-        return self.curvature.at(self._ratios)
-
-    @property
-    def _ratios(self) -> Tensor | None:
-        return self.problem.likelihood.ratios
+        return self.curvature.at(self.problem.likelihood.ratios)
 
     @property
     def _phi(self) -> Tensor:
@@ -381,10 +374,7 @@ class WeightPosterior(Linearised):
         likelihood = self.problem.likelihood
         if not likelihood.learns_dispersion:
             return None
-        if self.statistics.losses and self.mode is None:
-            assert self._ratios is not None
-            return likelihood.dispersion * self._ratios.to(likelihood.dispersion)
-        return likelihood.dispersion
+        return likelihood.noise_variance if self.statistics.losses and self.mode is None else likelihood.dispersion
 
     def with_noise(self, noise: Tensor) -> WeightPosterior:
         """Return the posterior under other noise variances, of the shape of ``noise``."""
@@ -509,9 +499,9 @@ class WeightPosterior(Linearised):
         """The loss at the centre, summed over the data, at unit dispersion."""
         if self.mode is not None:
             return self.mode.loss
-        if self.statistics.losses and self._ratios is not None:
-            losses = torch.tensor(self.statistics.losses, dtype=torch.float64, device=self._ratios.device)
-            return (losses / self._ratios).sum()
+        ratios = self.problem.likelihood.ratios
+        if self.statistics.losses and ratios is not None:
+            return (torch.tensor(self.statistics.losses, dtype=torch.float64, device=ratios.device) / ratios).sum()
         return self.statistics.loss
 
     def log_likelihood(self) -> Tensor:
@@ -600,14 +590,14 @@ class WeightPosterior(Linearised):
     @classmethod
     def from_state(cls, state: State, problem: Problem) -> WeightPosterior:
         fields = state.read(
-            curvature=PartOf((Curvature, PerOutputCurvature), problem.network), statistics=STATISTICS, trace=TRACE,
+            curvature=PartOf(Curvature, problem.network), statistics=STATISTICS, trace=TRACE,
             theta=Array(("P",), dtype=problem.network.dtype), mode=Maybe(Array(("P",))), mode_loss=Maybe(Real()),
             estimate=Maybe(Array((2,), 0)), method=Maybe(PartOf(SummedBy)),
         )  # fmt: skip
         estimate = Estimate.stored(fields.pop("estimate"))
         mode = Mode.stored(fields.pop("mode"), fields.pop("mode_loss"))
-        each, outputs = isinstance(fields["curvature"], PerOutputCurvature), problem.network.output_shape[-1]
-        if len(fields["statistics"].losses) != each * outputs:
+        each = fields["curvature"].start is not None
+        if len(fields["statistics"].losses) != each * problem.network.output_shape[-1]:
             raise FileError("a curvature without the loss of each output, or a loss too many; expected both")
         if each and problem.likelihood.ratios is None:
             raise FileError("one curvature for each output and one noise for all; expected a noise for each")
