@@ -35,7 +35,7 @@ from lapwing.tangent import NetworkDesign, Operator, refuse_reordered, refuse_un
 from lapwing.tuners.base import MaximiseEvidence, Tuner, run_tuner
 from lapwing.tuners.held_out_data import with_findings, with_held_out
 from lapwing.values.functions import differentiable_beliefs, isolate
-from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, pixels
+from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, Query, pixels
 
 if TYPE_CHECKING:
     from lapwing.decisions.conformal import ConformalIntervals, ConformalSets
@@ -1030,8 +1030,8 @@ class Fitted:
         x = self._check_inputs(x, slopes=True)
         if chosen is not None:
             chosen.refuse_other(self.network.count(x))
-        at = lambda x: self.posterior(x, joint) if chosen is None else self.posterior.chosen(x, chosen, joint)
-        (belief,) = differentiable_beliefs(lambda x: [at(x)], x)
+        query = Query(joint, chosen)
+        (belief,) = differentiable_beliefs(lambda inner: [self.posterior.belief(inner, query)], x)
         check_finite(belief.mean, "outputs of the network")
         form = self.network.image_form(x) if chosen is None or chosen.tokens is None else None
         return belief if form is None else form.belief(belief)  # some pixels of an image are not an image

@@ -23,14 +23,14 @@ from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.functionals import is_single_map, last_features
 from lapwing.networks.last_layer import last_layer
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.base import ALL, Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import gathered, runs
 from lapwing.runtime.settings import NONE, POSITIVE, integer, one_of, setting
 from lapwing.runtime.state import ROUNDING, Array, Either, Maybe, PartOf, State, Text, plain, saved
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, normal, uniform
 from lapwing.runtime.trace import TRACE, Step, Trace
-from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
+from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, Query
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,16 +240,13 @@ class FunctionPosterior(Posterior):
     theta: Tensor
     trace: Trace | None = None
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        if not joint:
-            return self._marginal(x)
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        if not query.joint:
+            return self._marginal(x, query.outputs)
         with torch.no_grad():
             u, f = self.sight(x)
             mean = f.to(self.problem.network.dtype)
-            return FunctionGaussian.across(mean, self._joint(u, mean))
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        return super().chosen(x, outputs, joint) if joint else self._marginal(x, outputs)
+            return query.of_belief(FunctionGaussian.across(mean, self._joint(u, mean)))
 
     def _rows(self, u: Tensor) -> Tensor:
         """Return K_xZ mix for features u (B, D): (B, C, r)."""

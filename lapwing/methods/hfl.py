@@ -40,7 +40,7 @@ from lapwing.methods.hfl_response import (
 from lapwing.networks.forward import outside_inference
 from lapwing.networks.functionals import Functional, output_slope, scalar, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
-from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.base import ALL, Posterior
 from lapwing.posteriors.weight_space import Linearised, jacobian_pieces, outputs_in_pieces
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 from lapwing.runtime.memory import PIECE, gathered, runs
@@ -49,7 +49,7 @@ from lapwing.runtime.state import SMALLEST, WEIGHTS, Array, ListOf, Real, State,
 from lapwing.runtime.threads import generator_or_default, normal, sequential_normal
 from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, refuse_reordered
-from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian
+from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, Query
 
 ROWS = 256  # outputs that "linearised" solves for at once
 VECTORS = 24  # float64 vectors of P numbers that a solve holds for each of them
@@ -80,18 +80,12 @@ class ResponsePosterior(Posterior):
         """Raise ``UnsupportedError``: predictions need the data, which a file does not hold."""
         raise UnsupportedError(NO_FILE)
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        return self._belief(x, joint)
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        return self._belief(x, joint, outputs)
-
-    def _belief(self, x: Inputs, joint: bool, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
         network = self.problem.network
-        f = network(x).to(network.dtype)
-        f = f if outputs is None else outputs.of(f)
-        cov = self.respond(x, joint, outputs).require_convergence(self.responder.tolerance, self.drift).cov
-        if joint:
+        f = query.of(network(x).to(network.dtype))
+        response = self.respond(x, query.joint, query.outputs)
+        cov = response.require_convergence(self.responder.tolerance, self.drift).cov
+        if query.joint:
             cov = cov.reshape(f.numel(), f.numel())
             return FunctionGaussian.across(f, 0.5 * (cov + cov.mT))
         size = f[0].numel()
@@ -227,11 +221,8 @@ class LinearisedResponse(Linearised):
         """Raise ``UnsupportedError``: predictions need the data, which a file does not hold."""
         raise UnsupportedError(NO_FILE)
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        return self._joint(x) if joint else self.marginal(x)
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        return self._joint(x, outputs) if joint else self.marginal(x, outputs)
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        return self._joint(x, query.outputs) if query.joint else super().belief(x, query)
 
     def _joint(self, x: Inputs, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
         """Return the joint belief: every row of J is solved for once, and multiplied by J at all inputs."""
@@ -386,14 +377,14 @@ class PushedWeights(Stored, Posterior):
             scores.append((network.at(row, x).to(network.dtype) - f) / strength.to(f))
         return f, torch.stack(scores)
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
         f, scores = self.scores(x)
         if self.variant == "random":
-            return FunctionGaussian.of_deviations(f, scores, len(scores) / self.scale, joint)
+            return query.of_belief(FunctionGaussian.of_deviations(f, scores, len(scores) / self.scale, query.joint))
         variance = self.scale * (scores[0].abs() if self.variant == "absolute" else scores[0].clamp_min(0))
-        if joint:
-            return FunctionGaussian.across(f, torch.diag(variance.flatten()))
-        return FunctionGaussian(f, torch.diag_embed(variance))
+        if query.joint:
+            return query.of_belief(FunctionGaussian.across(f, torch.diag(variance.flatten())))
+        return query.of_belief(FunctionGaussian(f, torch.diag_embed(variance)))
 
     def standard_error(self, x: Inputs) -> Tensor:
         """Return the standard error of the variances from K random pushes, (B, [T,] C); infinite for K = 1."""

@@ -30,7 +30,7 @@ from lapwing.runtime.state import Latest, State
 from lapwing.runtime.threads import derived_generator, normal
 from lapwing.runtime.trace import Trace
 from lapwing.values.functions import FunctionSamples, differentiable_beliefs
-from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian
+from lapwing.values.gaussian import FunctionGaussian, Query
 
 # Outputs of an input (classes times tokens) above which classes are predicted from drawn functions. Variances take a
 # backward pass for each output, 32 functions in pairs 33 forward passes, so that from some dozens of outputs on the
@@ -43,6 +43,7 @@ LEAST = 2  # pairs of a belief, so that their spread gives a standard error
 SAMPLES_RULE = integer(0) | NONE
 
 Kept = Latest[tuple[range, ...], list[Tensor]]
+ALL = Query()  # all outputs of each input by itself
 SUM = "sum over the data that others can be added to, as Full, Diagonal, Kron and KernelSpace have"
 
 T = TypeVar("T", bound="Tunable")
@@ -112,7 +113,7 @@ class Tunable:
 
 
 class Posterior(Tunable):
-    """A fitted belief, the result of every method. Classes inherit from it and define ``__call__``."""
+    """A fitted belief, the result of every method. Classes inherit from it and define ``belief``."""
 
     problem: Problem
     statistics: Statistics  # loss and counts of the data that it was fitted to
@@ -123,13 +124,13 @@ class Posterior(Tunable):
     has_spread: ClassVar[bool] = True  # whether there is a covariance to scale
     differentiable: ClassVar[bool] = False  # whether beliefs are differentiable in inputs that require a gradient
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        """Return the belief about the outputs at x, with the covariance between inputs if joint."""
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        """Return the belief about all or some outputs at x, with the covariance between inputs if the query asks it."""
         raise NotImplementedError
 
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        """Return the belief about some outputs at x; taken from that about all, unless a class has a cheaper way."""
-        return self(x, joint).chosen(outputs)
+    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+        """Return the belief about all outputs at x, with the covariance between inputs if joint."""
+        return self.belief(x, Query(joint))
 
     @property
     def base(self) -> Posterior:

@@ -13,11 +13,11 @@ from lapwing.data.inputs import Inputs
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.networks.functionals import is_single_map, last_features
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.base import ALL, Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics
 from lapwing.runtime.state import SMALLEST, WEIGHTS, Array, PartOf, Real, State, Stored, saved, stored
 from lapwing.runtime.threads import normal_rows
-from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
+from lapwing.values.gaussian import Deferred, FunctionGaussian, Query
 
 
 @saved
@@ -34,11 +34,8 @@ class PointPosterior(Stored, Posterior):
     def with_problem(self, problem: Problem) -> PointPosterior:
         return replace(self, problem=problem)
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        return _certain(self._f(x), joint)
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        return _certain(outputs.of(self._f(x)), joint)
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        return _certain(query.of(self._f(x)), query.joint)
 
     def _f(self, x: Inputs) -> Tensor:
         network = self.problem.network
@@ -91,11 +88,8 @@ class MembersPosterior(Stored, Posterior):
     statistics: Statistics = stored(STATISTICS)
     theta: Tensor = stored(WEIGHTS)
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        return spread(self._outputs(x), joint)
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        return spread(outputs.of(self._outputs(x)), joint)
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        return spread(query.of(self._outputs(x)), query.joint)
 
     @property
     def of_one_network(self) -> bool:
@@ -149,17 +143,16 @@ class MeanFieldPosterior(Stored, Posterior):
         Real()
     )  # below log p(D) for Gaussian noise; else estimated by the draws of the search, and a little too high
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
         a = features(self.problem.network, x)
         mean = (a @ self.mean.mT).to(self.theta.dtype)
-        if joint:
+        if query.joint:
             blocks = torch.einsum("bi,ci,di->cbd", a, self.variance, a).to(mean)  # (C, B, B)
             cov = torch.diag_embed(blocks.permute(1, 2, 0), dim1=1, dim2=3)  # (B, C, B, C)
-            return FunctionGaussian(mean, cov, joint=True)
+            return query.of_belief(FunctionGaussian(mean, cov, joint=True))
         variance = (a.square() @ self.variance.mT).to(mean)
-        return FunctionGaussian(
-            mean, Deferred(lambda: variance, lambda: torch.diag_embed(variance), lambda: _centred(variance))
-        )
+        deferred = Deferred(lambda: variance, lambda: torch.diag_embed(variance), lambda: _centred(variance))
+        return query.of_belief(FunctionGaussian(mean, deferred))
 
     def plain(self) -> PointPosterior:
         return PointPosterior(self.problem, self.statistics, self.theta)

@@ -16,7 +16,7 @@ from lapwing.errors import FileError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.functionals import Functional
 from lapwing.networks.passes import outputs_along
-from lapwing.posteriors.base import SUM, Posterior, drawn_predictive, numbers_of
+from lapwing.posteriors.base import ALL, SUM, Posterior, drawn_predictive, numbers_of
 from lapwing.posteriors.weight_space import beliefs_at, remarked
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.state import (
@@ -38,7 +38,7 @@ from lapwing.runtime.state import (
 from lapwing.runtime.threads import uniform
 from lapwing.runtime.trace import TRACE, Trace
 from lapwing.values.functions import FunctionSamples, differentiable_beliefs
-from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
+from lapwing.values.gaussian import Deferred, FunctionGaussian, Query
 
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
 SHOWN = 4  # offsets of the logits that a summary lists
@@ -149,17 +149,11 @@ class MixturePosterior(Posterior):
         new = tuple(base.updated(data, generator) for base in self.bases)
         return replace(self, bases=new, trace=remarked(self.trace, new[0].statistics.data - self.statistics.data))
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        """Return the mean and covariance of the mixture of beliefs: Σ w V, if they all have the mean f(x)."""
-        return (
-            self._joint(each(x, True) for each in self.members) if joint else self._mixed(beliefs_at(self.members, x))
-        )
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        """Return the same for some outputs at x, by one Jacobian of these for all beliefs."""
-        if joint:
-            return self._joint(each.chosen(x, outputs, True) for each in self.members)
-        return self._mixed(beliefs_at(self.members, x, outputs))
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        """Return the mean and covariance of the mixture, Σ w V if beliefs have one mean. They share one Jacobian."""
+        if query.joint:
+            return self._joint(each.belief(x, query) for each in self.members)
+        return self._mixed(beliefs_at(self.members, x, query))
 
     def _joint(self, beliefs: Iterable[FunctionGaussian]) -> FunctionGaussian:
         """Return the mean and joint covariance of the mixture of these beliefs, of which one at a time is in memory."""

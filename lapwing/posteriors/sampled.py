@@ -20,7 +20,7 @@ from lapwing.networks.functionals import Functional, weight_slope
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.passes import outputs_along
-from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.base import ALL, Posterior
 from lapwing.posteriors.members import PointPosterior, spread
 from lapwing.posteriors.weight_space import Linearised, Mode
 from lapwing.priors.base import BoundPrior
@@ -29,7 +29,7 @@ from lapwing.runtime.settings import integer
 from lapwing.runtime.state import Array, Maybe, Real, State, Whole, plain, saved
 from lapwing.runtime.threads import derived_generator
 from lapwing.runtime.trace import TRACE, Trace
-from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
+from lapwing.values.gaussian import Deferred, FunctionGaussian, Query
 
 
 class Solver:
@@ -112,16 +112,10 @@ class SampledPosterior(Linearised):
     def with_noise(self, noise: Tensor) -> SampledPosterior:
         return replace(self, problem=self.problem.with_likelihood(self.problem.likelihood.with_dispersion(noise)))
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        return self._belief(x, joint)
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        return self._belief(x, joint, outputs)
-
-    def _belief(self, x: Inputs, joint: bool, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
-        f, deviations = outputs_along(self.problem.network, x, self.samples, outputs)
-        belief = FunctionGaussian.of_deviations(f, deviations, len(deviations), joint)
-        if joint:
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        f, deviations = outputs_along(self.problem.network, x, self.samples, query.outputs)
+        belief = FunctionGaussian.of_deviations(f, deviations, len(deviations), query.joint)
+        if query.joint:
             return belief
         recipes: Any = belief.covariance
         parts = [outside_autocast(part) for part in (recipes.variance, recipes.cov, recipes.centred)]
@@ -298,11 +292,8 @@ class Drawn(Posterior):
     statistics: Statistics  # of the mean of the draws
     theta: Tensor  # w̃, (P,)
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        return spread(self.draws(x).to(self.theta.dtype), joint)
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        return spread(outputs.of(self.draws(x).to(self.theta.dtype)), joint)
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        return spread(query.of(self.draws(x).to(self.theta.dtype)), query.joint)
 
     def plain(self) -> PointPosterior:
         return PointPosterior(self.problem, self.statistics, self.theta)

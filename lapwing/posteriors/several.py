@@ -13,12 +13,12 @@ from lapwing.data.inputs import Inputs
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.base import ALL, Posterior
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.state import State
 from lapwing.runtime.trace import Trace
-from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian
+from lapwing.values.gaussian import FunctionGaussian, Query
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +68,8 @@ class NetworksPosterior(Posterior):
         first = f"A mixture of the posteriors of {count} networks; the prior and noise shown are those of the first."
         return (first, *dict.fromkeys(listed))
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
-        return self._unchanged()(x, joint)
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        return self._unchanged().chosen(x, outputs, joint)
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        return self._unchanged().belief(x, query)
 
     def predict(self, x: Inputs, samples: int | None = None) -> Any:
         return self._unchanged().predict(x, samples)

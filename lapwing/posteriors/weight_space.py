@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from lapwing.networks.jacobians import LayerJacobians, temporary
 from lapwing.networks.network import Network
 from lapwing.networks.passes import outputs_along
 from lapwing.networks.tangent import Tangent
-from lapwing.posteriors.base import Posterior, numbered_normals
+from lapwing.posteriors.base import ALL, Posterior, numbered_normals
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
 from lapwing.runtime.memory import PIECE, budget, evenly, gathered
@@ -41,7 +41,7 @@ from lapwing.runtime.state import (
 )
 from lapwing.runtime.threads import normal_rows
 from lapwing.runtime.trace import TRACE, Trace
-from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian
+from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, Query
 
 Sums = tuple[Curvature, Statistics, Estimate | None]
 
@@ -255,19 +255,14 @@ class Linearised(Posterior):
         """Return the covariance between all inputs and outputs of two Jacobians, (B K, B' K'), or of one itself."""
         raise NotImplementedError
 
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        """Return the belief about some outputs at x, by backward passes for these alone."""
-        network = self.problem.network
-        if joint:
-            return FunctionGaussian.across(*joint_covariance(self.cross, network, x, outputs))
-        return self.marginal(x, outputs)
-
-    def marginal(self, x: Inputs, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
-        """Return the belief about all or some outputs of each input at x, whose covariance is computed at once."""
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        """Return the belief at x, by backward passes for the wanted outputs alone, with its covariance computed."""
+        if query.joint:
+            return FunctionGaussian.across(*joint_covariance(self.cross, self.problem.network, x, query.outputs))
         network, means = self.passing, []
 
         def parts() -> Iterator[Tensor]:
-            for _, tangent in network.tangents(x, chosen=outputs):
+            for _, tangent in network.tangents(x, chosen=query.outputs):
                 means.append(tangent.f.to(network.dtype))
                 runs = (self.covariance(jacobian) for jacobian in tangent.runs(whole_tokens=True))
                 yield gathered(runs, tangent.tokens, 1).reshape(*means[-1].shape, -1)
@@ -380,44 +375,34 @@ class WeightPosterior(Linearised):
         """Return the posterior under other noise variances, of the shape of ``noise``."""
         return replace(self, problem=self.problem.with_likelihood(self.problem.likelihood.with_noise(noise)))
 
-    def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        """Return the belief at x. With many outputs, covariances and variances are computed when they are needed."""
+        if query.joint:
+            return super().belief(x, query)
         network = self.problem.network
-        if joint:
-            return FunctionGaussian.across(*joint_covariance(self.precision.cross, network, x))
-        if network.output_shape[-1] <= WIDE:
-            return FunctionGaussian(*self._quadratic(x, full=True))
-        return FunctionGaussian(network(x).to(network.dtype), self._deferred(x))
-
-    def chosen(self, x: Inputs, outputs: ChosenOutputs, joint: bool = False) -> FunctionGaussian:
-        network = self.problem.network
-        if joint or outputs.shape(network.output_shape)[-1] <= WIDE:
-            return super().chosen(x, outputs, joint)
-        return FunctionGaussian(outputs.of(network(x).to(network.dtype)), self._deferred(x, outputs))
-
-    def _deferred(self, x: Inputs, outputs: ChosenOutputs | None = None) -> Deferred:
-        """Return the covariance of all or some outputs at x, computed when it is needed."""
-        return Deferred(
-            lambda: self._quadratic(x, False, outputs=outputs)[1],
-            lambda: self._quadratic(x, True, outputs=outputs)[1],
-            None if outputs is not None else lambda: self._quadratic(x, full=False, centred=True)[1],
+        if query.shape(network.output_shape)[-1] <= WIDE:
+            return FunctionGaussian(*self._moments(x, query, token_covariances))
+        centred = partial(output_variances, centred=True)
+        deferred = Deferred(
+            lambda: self._moments(x, query, output_variances)[1],
+            lambda: self._moments(x, query, token_covariances)[1],
+            None if query.outputs is not None else lambda: self._moments(x, query, centred)[1],
         )
+        return FunctionGaussian(query.of(network(x).to(network.dtype)), deferred)
 
-    def _quadratic(
-        self, x: Inputs, full: bool, centred: bool = False, outputs: ChosenOutputs | None = None
+    def _moments(
+        self, x: Inputs, query: Query, second: Callable[[Precision, Tangent], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs and their covariances, or variances; ``centred`` takes the mean over outputs off first."""
+        """Return the wanted outputs, and what ``second`` computes for them: covariances or variances."""
         network, means = self.passing, []
 
         def parts() -> Iterator[Tensor]:
-            for _, tangent in network.tangents(x, chosen=outputs):
+            for _, tangent in network.tangents(x, chosen=query.outputs):
                 means.append(tangent.f.to(network.dtype))
-                if full:
-                    yield token_covariances(self.precision, tangent)
-                else:
-                    yield output_variances(self.precision, tangent, centred)
+                yield second(self.precision, tangent)
 
-        cov = gathered(parts(), network.count(x))
-        return gathered(means, len(cov)), cov
+        moments = gathered(parts(), network.count(x))
+        return gathered(means, len(moments)), moments
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
@@ -604,7 +589,7 @@ class WeightPosterior(Linearised):
         return cls(problem, **fields, mode=mode, estimate=estimate)
 
 
-def beliefs_at(members: Sequence[Posterior], x: Inputs, outputs: ChosenOutputs | None = None) -> list[FunctionGaussian]:
+def beliefs_at(members: Sequence[Posterior], x: Inputs, query: Query = ALL) -> list[FunctionGaussian]:
     """Return the belief of every posterior about all or some outputs at x, by one pass of each network.
 
     With many outputs each posterior passes by itself, so that no (B, C, C) covariance need be built.
@@ -614,30 +599,28 @@ def beliefs_at(members: Sequence[Posterior], x: Inputs, outputs: ChosenOutputs |
         by_model.setdefault(id(each.problem.network.model), []).append(number)
     beliefs: dict[int, FunctionGaussian] = {}
     for numbers in by_model.values():
-        beliefs.update(zip(numbers, _of_one_network([members[i] for i in numbers], x, outputs), strict=True))
+        beliefs.update(zip(numbers, _of_one_network([members[i] for i in numbers], x, query), strict=True))
     return [beliefs[number] for number in range(len(members))]
 
 
-def _of_one_network(members: Sequence[Posterior], x: Inputs, outputs: ChosenOutputs | None) -> list[FunctionGaussian]:
+def _of_one_network(members: Sequence[Posterior], x: Inputs, query: Query) -> list[FunctionGaussian]:
     """Return the belief of every posterior, all of the same network."""
     network = members[0].problem.network
-    alone = lambda each: each(x) if outputs is None else each.chosen(x, outputs)
-    shape = network.output_shape if outputs is None else outputs.shape(network.output_shape)
-    if shape[-1] > WIDE:
-        return [alone(each) for each in members]
+    if query.shape(network.output_shape)[-1] > WIDE:
+        return [each.belief(x, query) for each in members]
     linearised = [each for each in members if each.linearised]
     if len({id(each.shared) for each in linearised}) == 1:  # one use of the Jacobian
         network = linearised[0].passing
     means: list[Tensor] = []
 
     def parts() -> Iterator[Tensor]:
-        for _, tangent in network.tangents(x, chosen=outputs):
+        for _, tangent in network.tangents(x, chosen=query.outputs):
             means.append(tangent.f.to(network.dtype))
             yield member_covariances(linearised, tangent)
 
     covs = iter(gathered(parts(), network.count(x), 1) if linearised else ())
     mean = gathered(means, network.count(x)) if linearised else network.theta()[:0]
-    return [FunctionGaussian(mean, next(covs)) if each.linearised else alone(each) for each in members]
+    return [FunctionGaussian(mean, next(covs)) if each.linearised else each.belief(x, query) for each in members]
 
 
 def member_covariances(members: Sequence[Posterior], tangent: Tangent) -> Tensor:

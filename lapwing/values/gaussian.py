@@ -161,6 +161,26 @@ class ChosenOutputs:
         return units.transpose(0, 1).reshape(numbers.shape[1], -1, *f.shape[1:]).expand(-1, *f.shape)
 
 
+@dataclass(frozen=True, eq=False)
+class Query:
+    """What a belief is asked for: all or some outputs of each input, with the covariance between inputs if joint."""
+
+    joint: bool = False
+    outputs: ChosenOutputs | None = None  # None means all
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the wanted outputs of one input, from the ``shape`` of all of them."""
+        return tuple(shape) if self.outputs is None else self.outputs.shape(shape)
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return the wanted ones of the values (..., B, [T,] C) of all outputs."""
+        return values if self.outputs is None else self.outputs.of(values)
+
+    def of_belief(self, belief: FunctionGaussian) -> FunctionGaussian:
+        """Return the wanted part of the belief about all outputs."""
+        return belief if self.outputs is None else belief.chosen(self.outputs)
+
+
 def _image_form(dims: int) -> str:
     """Return the shape of outputs that are chosen for each pixel, as text."""
     return f"(B, k, {', '.join('DHW'[-dims:])})"
