@@ -33,7 +33,7 @@ from lapwing.runtime.threads import shows_progress
 from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, Operator, refuse_reordered, refuse_unsteady
 from lapwing.tuners.base import MaximiseEvidence, Tuner, run_tuner
-from lapwing.tuners.held_out_data import with_findings, with_held_out
+from lapwing.tuners.offsets import with_findings, with_held_out
 from lapwing.values.functions import differentiable_beliefs, isolate
 from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, Query, pixels
 

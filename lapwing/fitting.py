@@ -43,8 +43,17 @@ from lapwing.registry import Auto, named, prior_for
 from lapwing.runtime.threads import independent_generator, shows_progress, uniform
 from lapwing.tuners.base import MaximiseEvidence, Tuner, follows_evidence, run_tuner, start_near_optimum
 from lapwing.tuners.fixed_point import SampleEM
-from lapwing.tuners.held_out_data import FirstOutputs, Reused, with_findings, with_held_out, with_validation
-from lapwing.tuners.mixing import Budget, Integrate, first_outputs, warn_if_worse_than_plain, with_bias_noticed
+from lapwing.tuners.mixing import Budget, Integrate
+from lapwing.tuners.offsets import (
+    FirstOutputs,
+    Reused,
+    first_outputs,
+    warn_if_biased,
+    warn_if_worse_than_plain,
+    with_findings,
+    with_held_out,
+    with_validation,
+)  # fmt: skip
 
 LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
 ROWS = 600  # data that it is computed from, if there are more
@@ -225,7 +234,7 @@ def average(run: FitInProgress) -> None:
 
 def note_findings(run: FitInProgress) -> None:
     """Add what was noticed: a bias of the classes, loaders that change, rows that are used twice."""
-    run.posterior = with_bias_noticed(run.posterior, run.data, run.first)
+    run.posterior = warn_if_biased(run.posterior, run.data, run.first)
     run.posterior = attach_findings(run.posterior, run.data, run.held_out, run.reused.findings)
 
 

@@ -17,8 +17,7 @@ from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior
 from lapwing.predictives.base import log_density
-from lapwing.problem import Problem, checked_targets
-from lapwing.runtime.memory import fitting
+from lapwing.problem import checked_targets
 from lapwing.runtime.settings import (
     DATA,
     EMPTY,
@@ -30,19 +29,16 @@ from lapwing.runtime.settings import (
     required,
     setting,
 )
-from lapwing.runtime.threads import warn_caller
 from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import TunerWithSettings
-from lapwing.tuners.held_out import FEW_POINTS, CellGrid, counted_scores, mean_score
-from lapwing.tuners.held_out_data import (
+from lapwing.tuners.grid import FEW_POINTS, CellGrid, counted_scores, mean_score
+from lapwing.tuners.offsets import (
     CERTAIN,
     WIDTHS,
-    FirstOutputs,
     HeldOutputs,
     Offset,
-    biases,
-    learned_offset,
-    refitted_noise,
+    learn_offset,
+    refitted_noise_scores,
 )
 
 PLAIN = 0.3  # prior probability of the network without error bars
@@ -70,12 +66,12 @@ def grid_of(
     """
     likelihood = posterior.problem.likelihood
     learns_noise = likelihood.has_tails and likelihood.learns_dispersion
-    beliefs, spreads = _spreads(posterior, ratios, learns_noise)
+    beliefs, spreads = _beliefs_and_scales(posterior, ratios, learns_noise)
     plain_mass = 0.0 if ratios is not None and not len(ratios) else PLAIN_NOISE if learns_noise else PLAIN
     bases, beliefs, plain = with_plain(posterior, beliefs)
     cells: list[Cell] = []
     mass: list[float] = []
-    variants = _variants(likelihood, temperatures, learns_noise, noise)
+    variants = _likelihoods(likelihood, temperatures, learns_noise, noise)
     for number, scale in [*spreads, (plain, 0.0)]:
         for variant, share in variants:
             wider = float(variant.dispersion / likelihood.dispersion) if learns_noise else 1.0
@@ -104,7 +100,7 @@ def _same_link(one: Likelihood, other: Likelihood) -> bool:
     return one.link_temperature == other.link_temperature and same
 
 
-def _spreads(
+def _beliefs_and_scales(
     posterior: Posterior, ratios: Sequence[float] | None, noise: bool
 ) -> tuple[list[Belief], list[tuple[int, float]]]:
     """Return the beliefs, and (belief, scale) of every spread of f."""
@@ -127,7 +123,7 @@ def vary_precision(posterior: Posterior, ratios: Sequence[float]) -> tuple[list[
     return [Belief(0, values * ratio) for ratio in ratios], [(i, 1.0) for i in range(len(ratios))]
 
 
-def _variants(
+def _likelihoods(
     likelihood: Likelihood, temperatures: Sequence[float], learns_noise: bool, noise: Tensor | None
 ) -> list[tuple[Likelihood, float]]:
     """Return the likelihoods of the cells with their prior probabilities."""
@@ -138,11 +134,11 @@ def _variants(
         return [(likelihood.with_link_temperature(start * t), m) for t, m in zip(temperatures, mass, strict=True)]
     if not learns_noise:
         return [(likelihood, 1.0)]
-    tried = _noises(likelihood, noise)
+    tried = _noise_candidates(likelihood, noise)
     return [(each, 1 / len(tried)) for each in tried]
 
 
-def _noises(likelihood: Likelihood, held_out: Tensor | None) -> list[Likelihood]:
+def _noise_candidates(likelihood: Likelihood, held_out: Tensor | None) -> list[Likelihood]:
     """Return likelihoods with noises around that of the training residuals, and around the held-out ones (C,).
 
     Both lie on one grid, unless each output has a noise to itself: held-out residuals then have ratios of their own.
@@ -224,81 +220,6 @@ def mixture_weights(log_prior: Tensor, scores: Tensor, counts: Tensor | None = N
     return (log_prior + (scores.sum(0) if counts is None else counts @ scores)).softmax(0)
 
 
-POINTS = 700  # training data that are looked at
-ROW = 128  # bytes of an output of a datum while biases are looked for
-CLEARLY_WORSE = 0.05  # nats for each datum, beyond what the effective number of parameters explains
-
-
-def warn_if_worse_than_plain(posterior: Posterior, data: Data) -> Posterior:
-    """Return the posterior with the training NLL of the plain network and of itself in its trace; warn if it is worse.
-
-    A posterior that knows γ of its weights from n data is expected to lose about ½ log(1 + γ/n) nats of training
-    likelihood for each datum against the network that was fitted to them; more than that is harm. Cost: a pass over
-    at most 700 training data.
-    """
-    likelihood = posterior.problem.likelihood
-    cells = (Cell(0, likelihood), Cell(0, likelihood, 0.0))
-    grid = CellGrid.to_compare((posterior,), (Belief(0),), cells)
-    own, plain = (-mean_score(*counted_scores(grid, data, POINTS))).tolist()
-    trace = posterior.trace or Trace("no tuner", "training NLL")
-    if own - plain > CLEARLY_WORSE + _expected_loss(posterior):
-        message = (
-            f"{trace.tuner} makes the likelihood of the training targets worse than that of the plain network: NLL "
-            f"{own:.3g} in the place of {plain:.3g} for each datum. Such error bars are too wide. Give validation "
-            "data, fit(..., validation=data), or leave out the tuner."
-        )
-        warn_caller(message)
-        trace = replace(trace, findings=(*trace.findings, message))
-    scores = {"plain network": plain, "this posterior": own}
-    return posterior.with_trace(replace(trace, scores=scores, scored_on="training"))
-
-
-def first_outputs(problem: Problem, data: Data) -> FirstOutputs | None:
-    """Have the next pass over the training data keep what ``with_bias_noticed`` looks at, the outputs at 700 of them.
-
-    None for likelihoods whose outputs have no such bias.
-    """
-    likelihood, outputs = problem.likelihood, problem.network.output_shape[-1]
-    if not likelihood.takes_offset:
-        return None
-    points = fitting(POINTS, ROW * outputs, torch.device("cpu"), 0.5)
-    first = FirstOutputs(likelihood, outputs, data, points)
-    data.readings.take_outputs = first.add
-    return first
-
-
-def with_bias_noticed(posterior: Posterior, data: Data, first: FirstOutputs | None) -> Posterior:
-    """Return the posterior with a remark, and warn, if the network predicts clearly too many or too few of a class.
-
-    Cost: next to nothing; for a method without a pass of its own, a forward pass over ``first`` training data.
-    """
-    if first is None:
-        return posterior
-    likelihood = posterior.problem.likelihood
-    if not first.begun:
-        first.read(posterior.problem.network, data)
-    found = biases(first.value(), likelihood)
-    if not found:
-        return posterior
-    what, weights = ("class", "class_weights") if likelihood.ignores_common_shift else ("label", "pos_weight")
-    message = (
-        f"the network gives {what} {found[0].output} a mean probability of {found[0].mean:.3g} on training data where "
-        f"its share is {found[0].frequency:.3g}: it was probably trained with weights of the classes, or on resampled "
-        f"data. Give validation data, fit(..., validation=data), or the weights, "
-        f"{type(likelihood).__name__}({weights}=...); either corrects the probabilities."
-    )
-    warn_caller(message)
-    trace = posterior.trace or Trace("")
-    return posterior.with_trace(replace(trace, findings=(*trace.findings, message)))
-
-
-def _expected_loss(posterior: Posterior) -> float:
-    """Return the loss of training likelihood for each datum that the effective number of parameters explains."""
-    count = max(1, posterior.statistics.data)
-    gamma = float(posterior.gammas().sum()) if posterior.provides(Posterior.gammas) else count
-    return 0.5 * math.log1p(min(gamma, count) / count)
-
-
 FOLDS = 5
 CLEARLY = 1e-3  # nats that count as a difference
 TAILED = 0.9  # weight of the heaviest tails from which it is worth a remark
@@ -367,7 +288,7 @@ class Integrate(TunerWithSettings):
             held = HeldOutputs.of(network, likelihood, data)
         grid = grid_of(base, self.ratios, self.temperatures, held.variance if held and learns_noise else None)
         if held and not learns_noise:
-            offset = learned_offset(held, likelihood, self.offsets)
+            offset = learn_offset(held, likelihood, self.offsets)
         plain = grid
         if offset is not None:
             grid = with_offset(plain, offset)
@@ -380,9 +301,9 @@ class Integrate(TunerWithSettings):
         folds = [(grid.log_prior, scores)] * FOLDS
         if offset is not None and held is not None:
             folds = self._folds_with_offsets(plain, offset, grid.log_prior, scores, weights, held, data)
-        refitted = refitted_noise(held, likelihood, FOLDS) if held and learns_noise else None
+        refitted = refitted_noise_scores(held, likelihood, FOLDS) if held and learns_noise else None
         compared, verdict, worse = compare_scores(grid, scores, counts, folds, refitted)
-        findings = (*worse, *_edges(grid, weights))
+        findings = (*worse, *_edge_remarks(grid, weights))
         mixture = MixturePosterior.of(grid.bases, grid.beliefs, grid.cells, weights)
         trace = Trace(
             "Integrate", "cross-validated NLL", findings=findings, scores=compared, scored_on="validation",
@@ -410,7 +331,7 @@ class Integrate(TunerWithSettings):
         shares = weights[moved] + (weights[first] if len(weights) == 2 * len(plain.cells) else 0)
         kept = (shares >= NEGLIGIBLE * shares.max()).nonzero()[:, 0]
         number = torch.arange(len(held.f)) % FOLDS
-        offsets = [learned_offset(held.without(number == k), likelihood, self.offsets) for k in range(FOLDS)]
+        offsets = [learn_offset(held.without(number == k), likelihood, self.offsets) for k in range(FOLDS)]
         cells = [
             replace(cell, likelihood=cell.likelihood.with_more_offset(offset.values))
             for offset in offsets
@@ -465,7 +386,7 @@ def compare_scores(
         others["noise refitted" if grid.cells[0].likelihood.has_tails else "temperature scaling"] = rescaled
     compared = {name: -float(mean_score(each, counts)) for name, each in others.items()}
     compared["mixture"] = -float(mean_score(mixed, counts))
-    gaps = {name: _gap(mixed - each, counts) for name, each in others.items()}
+    gaps = {name: _mean_and_error(mixed - each, counts) for name, each in others.items()}
     gain, error = gaps["plain network"]
     worse = () if -gain <= max(2 * error, CLEARLY) else (
         f"the plain network predicts the validation data better, by {-gain:.3g} nats; its error bars "
@@ -474,7 +395,7 @@ def compare_scores(
     return compared, _verdict(compared, gaps), worse
 
 
-def _gap(differences: Tensor, counts: Tensor) -> tuple[float, float]:
+def _mean_and_error(differences: Tensor, counts: Tensor) -> tuple[float, float]:
     """Return the mean of differences (n,), each counted so often, (n,), and its standard error."""
     error = float(differences.std() / len(differences) ** 0.5) if len(differences) > 1 else 0.0
     return float(mean_score(differences, counts)), error
@@ -501,7 +422,7 @@ def _verdict(compared: dict[str, float], gaps: dict[str, tuple[float, float]]) -
     )
 
 
-def _edges(grid: CellGrid, weights: Tensor) -> tuple[str, ...]:
+def _edge_remarks(grid: CellGrid, weights: Tensor) -> tuple[str, ...]:
     """Return remarks where the first or last value of an axis of the grid has weight.
 
     The largest precision, or the smallest scale, is no edge: the network without error bars is beyond it.

@@ -19,7 +19,7 @@ from lapwing.errors import DataError, FileError, InputError, ModelError
 from lapwing.networks.network import Network
 from lapwing.networks.passes import outputs_along
 from lapwing.predictives.base import ClassPredictive, MultilabelPredictive, NumberPredictive
-from lapwing.tuners import held_out as cells
+from lapwing.tuners import grid as cells
 from lapwing.values.gaussian import FunctionGaussian
 from tests import problems
 from tests.cases import Wrapped

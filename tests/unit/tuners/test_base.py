@@ -18,7 +18,7 @@ import lapwing as lw
 from lapwing.data.batches import Data
 from lapwing.networks.network import Network
 from lapwing.priors import Isotropic
-from lapwing.tuners.held_out_data import WIDTHS, HeldOutputs, learned_offset
+from lapwing.tuners.offsets import WIDTHS, HeldOutputs, learn_offset
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense
@@ -533,7 +533,7 @@ def test_the_offset_and_its_evidence_are_those_of_a_dense_grid() -> None:
     """For one label: b and log T on a grid, with their priors, summed."""
     x, y = rows("binary", 300)
     held = HeldOutputs(x + 1.0, y, torch.ones_like(y), exclusive=False)
-    found = learned_offset(held, lw.Bernoulli(), (1.0,))
+    found = learn_offset(held, lw.Bernoulli(), (1.0,))
     assert found is not None
     b, heat = torch.linspace(-4, 2, 601, dtype=D), torch.linspace(-1.5, 1.5, 301, dtype=D)
     logits = (x + 1.0) / heat.exp()[:, None, None] + b[:, None, None, None]  # (b, heat, n, 1)
@@ -555,7 +555,7 @@ def test_weights_count_as_repeated_data_and_ignored_targets_as_none(kind: str) -
     net = biased(x.shape[1])
     network = Network.build(net, x)
     likelihood: Any = lw.Categorical() if kind == "classification" else lw.Bernoulli(ignore_index=-100)
-    read = lambda source: learned_offset(HeldOutputs.of(network, likelihood, Data(source, CPU)), likelihood, WIDTHS)
+    read = lambda source: learn_offset(HeldOutputs.of(network, likelihood, Data(source, CPU)), likelihood, WIDTHS)
     twice = read([(x, y), (x[:40], y[:40])])
     weights = torch.ones(120, dtype=D)
     weights[:40] = 2
@@ -573,7 +573,7 @@ def test_weights_count_as_repeated_data_and_ignored_targets_as_none(kind: str) -
 def test_soft_targets_count_by_their_probabilities() -> None:
     x, y = rows("classification", 200)
     likelihood, network = lw.Categorical(), Network.build(biased(3), x)
-    read = lambda y: learned_offset(HeldOutputs.of(network, likelihood, Data((x, y), CPU)), likelihood, WIDTHS)
+    read = lambda y: learn_offset(HeldOutputs.of(network, likelihood, Data((x, y), CPU)), likelihood, WIDTHS)
     hard, soft = read(y), read(F.one_hot(y).to(D))
     assert hard is not None
     assert soft is not None
@@ -586,12 +586,12 @@ def test_classes_with_few_rows_have_no_offset() -> None:
     keep = (y != 0) | ((y == 0).cumsum(0) <= 9)
     held = lambda x, y: HeldOutputs(x, F.one_hot(y, 3).to(D), torch.ones_like(x), exclusive=True)
     moved = x[keep] + torch.tensor([1.0, 3.0, -3.0], dtype=D)
-    found = learned_offset(held(moved, y[keep]), lw.Categorical(), WIDTHS)
+    found = learn_offset(held(moved, y[keep]), lw.Categorical(), WIDTHS)
     assert found is not None
     assert float(found.values[0]) == 0
     assert float(found.values[1] - found.values[2]) == pytest.approx(-6.0, abs=2.0)
-    assert learned_offset(held(moved[:9], y[keep][:9]), lw.Categorical(), WIDTHS) is None
-    assert learned_offset(held(x, y), lw.Categorical(), ()) is None
+    assert learn_offset(held(moved[:9], y[keep][:9]), lw.Categorical(), WIDTHS) is None
+    assert learn_offset(held(x, y), lw.Categorical(), ()) is None
 
 
 def test_a_network_without_bias_gets_no_offset() -> None:

@@ -15,8 +15,8 @@ from lapwing.networks.tangent import Tangent
 from lapwing.posteriors import base as posteriors
 from lapwing.posteriors.mixture import MixturePosterior, member
 from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
-from lapwing.tuners import held_out as cells
-from lapwing.tuners.held_out import CellGrid, held_out_scores, log_scores, nll
+from lapwing.tuners import grid as cells
+from lapwing.tuners.grid import CellGrid, held_out_scores, log_scores, nll
 from lapwing.tuners.mixing import grid_of
 from lapwing.values.functions import FunctionSamples
 from tests.references import dense

@@ -17,8 +17,8 @@ from lapwing.data.batches import Data
 from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import GPrior
-from lapwing.tuners import held_out
-from lapwing.tuners.held_out import PRECISIONS, TEMPERATURES, held_out_scores, log_scores, nll
+from lapwing.tuners import grid as held_out
+from lapwing.tuners.grid import PRECISIONS, TEMPERATURES, held_out_scores, log_scores, nll
 from lapwing.tuners.mixing import (
     MOST,
     RARE,

@@ -1,6 +1,7 @@
-r"""Held-out data: the outputs there, offsets of the logits that they show, and rows that are training data too.
+r"""What outputs with known targets show: noise, offsets of the logits, and reasons to warn the user.
 
-Offsets of the logits, learned from held-out data: the bias of class probabilities, which no temperature can change.
+An offset of the logits corrects a bias of class probabilities, which no temperature can change. It is learned from
+held-out data; on training data a clear bias is a reason to warn.
 
 A network that was trained with class weights, on resampled data, or for data with other frequencies of the classes has
 logits that are off by about the same numbers for all inputs. Given outputs f, probabilities are those of the logits
@@ -28,10 +29,13 @@ from lapwing.data.processes import Processes
 from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior
-from lapwing.problem import first_samples, named_targets
+from lapwing.posteriors.mixture import Belief, Cell
+from lapwing.problem import Problem, first_samples, named_targets
+from lapwing.runtime.memory import fitting
 from lapwing.runtime.threads import warn_caller
 from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import Tuner, TunerWithSettings
+from lapwing.tuners.grid import CellGrid, counted_scores, mean_score
 
 NUMBERS = 2**23  # outputs that are looked at, at most
 LEAST_NOISE = 1e-12  # of a variance, relative to the largest
@@ -48,13 +52,13 @@ class HeldOutputs:
 
     @classmethod
     def of(cls, network: Network, likelihood: Likelihood, data: Data, limit: int | None = None) -> HeldOutputs:
-        """Return them by one forward pass, of the first data if there is a limit or all would take too much memory."""
+        """Return the outputs at the first ``limit`` data, or as many as fit in memory, by one forward pass."""
         first = FirstOutputs(likelihood, network.output_shape[-1], data, limit)
         first.read(network, data)
         return first.value()
 
     def without(self, rows: Tensor) -> HeldOutputs:
-        """Return the others than these rows, given as a mask."""
+        """Return the rows that are not in this mask."""
         return HeldOutputs(self.f[~rows], self.y[~rows], self.counts[~rows], self.exclusive)
 
     @property
@@ -116,7 +120,7 @@ class FirstOutputs:
         return HeldOutputs(f, y, counts, self._likelihood.ignores_common_shift)
 
 
-def refitted_noise(held: HeldOutputs, likelihood: Likelihood, folds: int) -> Tensor:
+def refitted_noise_scores(held: HeldOutputs, likelihood: Likelihood, folds: int) -> Tensor:
     """Return the log-density of each datum under normal noise of the variance of the other folds, (n,).
 
     Where the ratios of the outputs' noises are fixed, their common scale is refitted.
@@ -125,19 +129,19 @@ def refitted_noise(held: HeldOutputs, likelihood: Likelihood, folds: int) -> Ten
     number = torch.arange(len(scores)) % folds
     for k in range(folds):
         inside, others = number == k, held.without(number == k)
-        noise = fitted_noise(others, likelihood) if len(others.f) else _noise_of(likelihood, held)
+        noise = best_noise(others, likelihood) if len(others.f) else _present_noise(likelihood, held)
         gaps = (held.f - held.y)[inside].square() / noise
         scores[inside] = -0.5 * (gaps + noise.log() + math.log(2 * math.pi)).sum(1)
     return scores
 
 
-def fitted_noise(held: HeldOutputs, likelihood: Likelihood) -> Tensor:
+def best_noise(held: HeldOutputs, likelihood: Likelihood) -> Tensor:
     """Return the noise variance of each output, (C,), that makes the held-out targets most likely."""
-    variance, noise = held.variance, _noise_of(likelihood, held)
+    variance, noise = held.variance, _present_noise(likelihood, held)
     return variance if likelihood.learns_ratios else noise * (variance / noise).mean()
 
 
-def _noise_of(likelihood: Likelihood, held: HeldOutputs) -> Tensor:
+def _present_noise(likelihood: Likelihood, held: HeldOutputs) -> Tensor:
     """Return the noise variance of each output as it is, (C,)."""
     noise = likelihood.noise_variance
     assert noise is not None
@@ -167,7 +171,7 @@ class Offset:
 
     @property
     def log_prior(self) -> float:
-        """The logarithm of how much more probable a cell with the offset is than one without, before the data."""
+        """The prior log-odds of a cell with the offset against the same cell without it."""
         return self.log_odds - self.gain
 
     @property
@@ -176,7 +180,7 @@ class Offset:
         return 1 / (1 + math.exp(-min(500.0, max(-500.0, self.log_odds))))
 
 
-def learned_offset(held: HeldOutputs, likelihood: Likelihood, widths: Sequence[float]) -> Offset | None:
+def learn_offset(held: HeldOutputs, likelihood: Likelihood, widths: Sequence[float]) -> Offset | None:
     """Return the offset of the logits after these data; None if there is probably none, or too few data of a class."""
     temperature, start = likelihood.link_temperature, likelihood.logit_offset
     assert temperature is not None
@@ -331,7 +335,8 @@ class _Logits:
     ) -> tuple[Tensor, Callable[[Tensor], Tensor], float]:
         """Return the slope of the energy in (z, log T), the inverse of its curvature as a function, and its log det.
 
-        The curvature is that of the likelihood in the logits, which is positive, without the bend of T.
+        The curvature is that of the likelihood in the logits, which is positive; the second derivative of the logits in
+        log T is left out.
         """
         known = self.held.counts
         to_heat = -math.exp(-heat) * self.scaled  # the slope of the logits in log T
@@ -346,7 +351,7 @@ class _Logits:
         corner = (centred * to_heat).sum() + 1 / HEAT**2
         own = (known * p * (1 - p)).sum(0)
         if len(z) > DENSE:
-            return slope, *_arrow(directions.square().mT @ own + 1 / width**2, across, corner)
+            return slope, *_solve_arrow(directions.square().mT @ own + 1 / width**2, across, corner)
         weights = (known * p).sum(0) if self.held.exclusive else own
         block = directions.mT @ (weights.unsqueeze(1) * directions) + torch.eye(len(z), dtype=torch.float64) / width**2
         if self.held.exclusive:
@@ -358,7 +363,7 @@ class _Logits:
         return slope, solve, 2 * float(factor.diagonal().log().sum())
 
 
-def _arrow(diagonal: Tensor, across: Tensor, corner: Tensor) -> tuple[Callable[[Tensor], Tensor], float]:
+def _solve_arrow(diagonal: Tensor, across: Tensor, corner: Tensor) -> tuple[Callable[[Tensor], Tensor], float]:
     """Return the inverse, as a function, and the log det of a diagonal matrix with one more row and column."""
     rest = (corner - (across.square() / diagonal).sum()).clamp_min(1 / HEAT**2)
 
@@ -367,6 +372,80 @@ def _arrow(diagonal: Tensor, across: Tensor, corner: Tensor) -> tuple[Callable[[
         return torch.cat([(b[:-1] - across * last) / diagonal, last[None]])
 
     return solve, float(diagonal.log().sum() + rest.log())
+
+
+POINTS = 700  # training data that are looked at
+ROW = 128  # bytes of an output of a datum while biases are looked for
+CLEARLY_WORSE = 0.05  # nats for each datum, beyond what the effective number of parameters explains
+
+
+def warn_if_worse_than_plain(posterior: Posterior, data: Data) -> Posterior:
+    """Return the posterior with the training NLL of the plain network and of itself in its trace; warn if it is worse.
+
+    A posterior that knows γ of its weights from n data is expected to lose about ½ log(1 + γ/n) nats of training
+    likelihood for each datum against the network that was fitted to them; more than that is harm. Cost: a pass over
+    at most 700 training data.
+    """
+    likelihood = posterior.problem.likelihood
+    cells = (Cell(0, likelihood), Cell(0, likelihood, 0.0))
+    grid = CellGrid.to_compare((posterior,), (Belief(0),), cells)
+    own, plain = (-mean_score(*counted_scores(grid, data, POINTS))).tolist()
+    trace = posterior.trace or Trace("no tuner", "training NLL")
+    if own - plain > CLEARLY_WORSE + _expected_loss(posterior):
+        message = (
+            f"{trace.tuner} makes the likelihood of the training targets worse than that of the plain network: NLL "
+            f"{own:.3g} in the place of {plain:.3g} for each datum. Such error bars are too wide. Give validation "
+            "data, fit(..., validation=data), or leave out the tuner."
+        )
+        warn_caller(message)
+        trace = replace(trace, findings=(*trace.findings, message))
+    scores = {"plain network": plain, "this posterior": own}
+    return posterior.with_trace(replace(trace, scores=scores, scored_on="training"))
+
+
+def first_outputs(problem: Problem, data: Data) -> FirstOutputs | None:
+    """Have the next pass over the training data keep what ``warn_if_biased`` looks at, the outputs at 700 of them.
+
+    None for likelihoods whose outputs have no such bias.
+    """
+    likelihood, outputs = problem.likelihood, problem.network.output_shape[-1]
+    if not likelihood.takes_offset:
+        return None
+    points = fitting(POINTS, ROW * outputs, torch.device("cpu"), 0.5)
+    first = FirstOutputs(likelihood, outputs, data, points)
+    data.readings.take_outputs = first.add
+    return first
+
+
+def warn_if_biased(posterior: Posterior, data: Data, first: FirstOutputs | None) -> Posterior:
+    """Return the posterior with a remark, and warn, if the network predicts clearly too many or too few of a class.
+
+    Cost: next to nothing; for a method without a pass of its own, a forward pass over ``first`` training data.
+    """
+    if first is None:
+        return posterior
+    likelihood = posterior.problem.likelihood
+    if not first.begun:
+        first.read(posterior.problem.network, data)
+    found = biases(first.value(), likelihood)
+    if not found:
+        return posterior
+    what, weights = ("class", "class_weights") if likelihood.ignores_common_shift else ("label", "pos_weight")
+    message = (
+        f"the network gives {what} {found[0].output} a mean probability of {found[0].mean:.3g} on training data where "
+        f"its share is {found[0].frequency:.3g}: it was probably trained with weights of the classes, or on resampled "
+        f"data. Give validation data, fit(..., validation=data), or the weights, "
+        f"{type(likelihood).__name__}({weights}=...); either corrects the probabilities."
+    )
+    warn_caller(message)
+    return with_findings(posterior, (message,))
+
+
+def _expected_loss(posterior: Posterior) -> float:
+    """Return the loss of training likelihood for each datum that the effective number of parameters explains."""
+    count = max(1, posterior.statistics.data)
+    gamma = float(posterior.gammas().sum()) if posterior.provides(Posterior.gammas) else count
+    return 0.5 * math.log1p(min(gamma, count) / count)
 
 
 REMEDY = "The network knows their targets, and error bars come out too narrow. Hold data out of training."
