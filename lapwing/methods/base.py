@@ -66,7 +66,7 @@ class OverNetworks(Method):
         raise NotImplementedError
 
     def combine(self, posteriors: Sequence[Posterior]) -> Posterior:
-        """Return one posterior, given that of every network."""
+        """Return one posterior, given the posterior of every network."""
         raise NotImplementedError
 
 
@@ -92,7 +92,7 @@ def refuse_processes(method: Method, processes: Processes) -> None:
 
 
 def with_validation(method: M, validation: Data) -> M:
-    """Return a copy of a method whose field ``validation``, which is no argument of its class, has these data."""
+    """Return a copy of a method with these data in its field ``validation``, which users cannot set."""
     stopped = copy(method)
     object.__setattr__(stopped, "validation", validation)  # methods are frozen, and this copy is not yet in use
     return stopped

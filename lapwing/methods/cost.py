@@ -52,7 +52,7 @@ class Work:
 
     @property
     def multiplications(self) -> float:
-        """The multiplications without those of factorisations."""
+        """The multiplications, without factorisations."""
         return self.passes + self.products
 
     @property
@@ -65,7 +65,7 @@ NOTHING = Work()
 
 
 class MultiplicationCount(TorchDispatchMode):
-    """Counts the multiplications in products and convolutions inside a ``with`` block, those of backward passes too.
+    """Counts the multiplications in products and convolutions inside a ``with`` block, including backward passes.
 
     PyTorch's FlopCounterMode has the same formulas, but also adds hooks to the modules and graphs of other threads.
     """
@@ -95,7 +95,7 @@ class FactorWork:
     """What one Kronecker factor of a linear map takes."""
 
     nbytes: int  # sums are float64, rows have the network's dtype
-    directions: int  # parts of its eigenbasis: those of the rows, and one for the rest
+    directions: int  # parts of its eigenbasis: one for each row, and one for the rest
     basis: int = 0  # numbers of the eigenbasis; the axes of a diagonal have none
     cubes: float = 0.0
     sums: float = 0.0  # multiplications to sum it over all data
@@ -180,10 +180,10 @@ class BlockWork:
 
 @dataclass(frozen=True)
 class KroneckerWork:
-    """What the Kronecker factors of all linear maps take, and the blocks that are no linear map."""
+    """What the Kronecker factors of all linear maps take, and the blocks that are not linear maps."""
 
     workload: Workload
-    full_limit: int  # entries up to which a block that is no linear map is a matrix
+    full_limit: int  # entries up to which a block that is not a linear map is a matrix
     factor_limit: int  # size up to which a factor is a matrix
 
     @cached_property
@@ -205,7 +205,7 @@ class KroneckerWork:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all factors, and of the blocks that are no linear map."""
+        """Bytes of all factors, and of the blocks that are not linear maps."""
         return sum(groups * (inp.nbytes + out.nbytes) for _, groups, inp, out in self.factors) + self._other_bytes
 
     @property
@@ -222,7 +222,7 @@ class KroneckerWork:
 
     @property
     def _other_bytes(self) -> int:
-        """Bytes of blocks that are no linear map: a float64 matrix, or a diagonal in the network's dtype."""
+        """Bytes of blocks that are not linear maps: a float64 matrix, or a diagonal in the network's dtype."""
         item = self.workload.itemsize
         return sum(8 * size**2 if size <= self.full_limit else item * size for size in self._others)
 
@@ -274,13 +274,14 @@ def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Wo
     count, model = network.count(inputs), network.replica
     chosen, trained = network.selection.names, trained_names(network.model)
     with plain_passes(network, inputs, chosen) as plain:
-        forward, to_chosen = multiplications(plain.forward) / count, multiplications(plain.training) / count
-    passed, training = max(forward, sum(block.product for block in blocks)), to_chosen  # fused layers hide products
+        counted, to_chosen = multiplications(plain.forward) / count, multiplications(plain.training) / count
+    training, products = to_chosen, sum(block.product for block in blocks)
+    forward = max(counted, products)  # fused layers hide their products
     if set(trained) != set(chosen) and trained:
         with plain_passes(network, inputs, trained) as plain:
             training = multiplications(plain.training) / count
     biases = sum(work.ends[1] for work, block in zip(blocks, network.layout, strict=True) if block.bias is not None)
-    gradients = sum(block.product for block in blocks) - biases  # of biases without a product
+    gradients = products - biases  # those of biases take no multiplication
     return Workload(
         blocks,
         weights=network.selection.size,
@@ -288,9 +289,9 @@ def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Wo
         output_shape=network.output_shape,
         input_size=sum(t.numel() for t in tensors_in(inputs)) // count,
         data=count if data is None else data,
-        forward=passed,
-        backward=max(0.0, to_chosen - forward - gradients),
-        training=max(training, passed, 1.0),
+        forward=forward,
+        backward=max(0.0, to_chosen - counted - gradients),
+        training=max(training, forward, 1.0),
         footprint=network.footprint,
         dtype=network.dtype,
         device=network.device,
@@ -312,7 +313,7 @@ def _block_work(block: Block, jacobian: BlockJacobian, head: str) -> BlockWork:
 class Workload:
     """A network and its data in numbers, from which a method computes its cost.
 
-    Multiplications are those for one datum, and those of passes of the network unless they are ``Work``.
+    Multiplications are for one datum. They count as passes of the network unless they are ``Work``.
     """
 
     blocks: tuple[BlockWork, ...]
@@ -369,8 +370,8 @@ class Workload:
     def jacobian_bytes(self, formed: bool = False, streams: bool = False) -> int:
         """Return the bytes of the Jacobians that a fit or a prediction holds at once.
 
-        A prediction forms those of single layers whose weight is shared; a fit only where ``formed``. Sums over blocks
-        stream: they drop each gradient after its use.
+        A prediction forms the Jacobian of a layer whose weight is shared; a fit does so only if ``formed``. Sums over
+        blocks stream: they drop each gradient after its use.
         """
         options, sizes = (self.dtype, self.device), replace(self.footprint, streams=streams)
         joined = -(-sizes.joined(self.seeds, *options) // self.inputs) * self.inputs  # whole batches
@@ -492,10 +493,10 @@ class Cost:
     """What a method takes, before anything is fitted."""
 
     stored: int  # bytes that the posterior keeps
-    fit_epochs: float  # work before the first prediction over that of plain passes, forward and backward, over the data
+    fit_epochs: float  # work before the first prediction, in plain forward and backward passes over the data
     note: str = ""
     supported: bool = True
-    predict_passes: float = 0.0  # work of a prediction over that of a plain forward pass of the same inputs
+    predict_passes: float = 0.0  # work of a prediction, in plain forward passes of the same inputs
     peak: int = 0  # bytes held at most, besides the model and the data
     fit: Work = field(default=NOTHING, repr=False)  # for all data
     once: Work = field(default=NOTHING, repr=False)  # that does not grow with the data

@@ -49,7 +49,7 @@ class MCDropout(Method):
     True
     """
 
-    samples: int = setting(32, integer(2))  # one sample has no spread
+    samples: int = setting(32, integer(2))  # the spread of one sample is not defined
     seed: int = setting(0, integer(0))
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its spread is that of the dropout masks", small=lambda model: {"": MCDropout(samples=2)}
@@ -122,7 +122,7 @@ class Masks(Members):
             inside = has_dropout(module) and not isinstance(module, nn.modules.dropout._DropoutNd)
             if inside or isinstance(module, nn.TransformerEncoderLayer):
                 module.training = True
-        # _modules and not named_children(), which leaves out the second name of a layer that has two.
+        # Not named_children(): if a layer has two names, it leaves out the second.
         places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()
                   if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0]  # fmt: skip
         for number, (parent, name, child) in enumerate(places):

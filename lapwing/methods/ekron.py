@@ -29,8 +29,8 @@ class EKron(Method):
         full_limit: The number of entries up to which the block of a parameter that is not the weight of a linear map
             is a full matrix.
         draws: The number of labels drawn for each datum where the curvature is estimated.
-        factor_limit: The width of a layer up to which the basis of its inputs, or outputs, is that of a matrix, as in
-            ``Kron``. Above, it has as many vectors as there are rows, or is that of a diagonal.
+        factor_limit: The width of a layer up to which the basis of its inputs, or outputs, is the eigenbasis of a
+            matrix, as in ``Kron``. Above, the basis has as many vectors as there are rows, or the factor is diagonal.
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, for weights that are chosen one by one.

@@ -44,7 +44,7 @@ class Sight:
         """Return features (B, D) and outputs (B, C), in float64."""
         if self.last is not None:
             classes = self.last.output_shape[-1]
-            last = self.last  # whose own graph is only that of the last layer: the whole network says what fits
+            last = self.last  # the graph of ``last`` ends at the last layer: the whole network says how many inputs fit
             both = self.network.in_runs(x, lambda part: torch.cat([t.double() for t in features(last, part)], 1))
             return both[:, :-classes], both[:, -classes:]
         if not (isinstance(x, Tensor) and x.is_floating_point()):
@@ -415,7 +415,7 @@ class KernelState:
     def posterior(
         self, problem: Problem, sight: Sight, statistics: Statistics, steps: tuple[Step, ...]
     ) -> FunctionPosterior:
-        """Return the posterior that this state stands for; the second process is dropped."""
+        """Return the posterior of this state; the second process is dropped."""
         problem = problem.with_likelihood(self.likelihood(problem.likelihood))
         values, vectors = eigh(self.inducing.reduction)
         mix = self.whitening() @ (vectors * values.clamp_min(0).sqrt())
@@ -501,7 +501,7 @@ class Learning:
     def step(self, optimiser: torch.optim.Optimizer, length: float) -> float:
         """Take one step of both kinds on a mini-batch and return the objective before it.
 
-        ``length`` is that of the natural-gradient step, at most one.
+        ``length`` is the length of the natural-gradient step, at most one.
         """
         table, state = self.table, self.state
         draw = uniform((self.settings.batch_size,), self.generator, torch.empty(0, dtype=torch.float64))
@@ -596,7 +596,7 @@ class FMGP(Method):
     learning_rate: float = setting(0.01, POSITIVE)
     batch_size: int = setting(100, integer())
     patience: int = setting(5, integer())
-    validation: Data | None = field(default=None, init=False, repr=False, compare=False)  # those of fit
+    validation: Data | None = field(default=None, init=False, repr=False, compare=False)  # set by ``fit``
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its kernel is learned and not that of the network",
         small=lambda model: {"": FMGP(num_inducing=3, steps=2)},

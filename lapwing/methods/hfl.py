@@ -113,7 +113,7 @@ class ResponsePosterior(Posterior):
     ) -> Response:
         """Push a run of the outputs with these places (B, C) at the inputs x, and return the responses.
 
-        ``shape`` is that of all outputs of an input.
+        ``shape`` is the shape of all outputs of an input.
         """
         objective, network = self.responder.objective, self.problem.network
         outputs = places.shape[1]
@@ -141,12 +141,12 @@ class ResponsePosterior(Posterior):
         """Push a scalar function of the weights, or of the outputs at x, and return its response."""
         objective, network = self.responder.objective, self.problem.network
         if x is None:
-            weight_slope(network, function)  # raises if this is no function of the weights
+            weight_slope(network, function)  # raises if this is not a function of the weights
             value, size = (lambda row: scalar(function(objective.weights(row)))), 1
         else:
             inputs, size = objective.cast(x), network.count(x)
             f = objective.outputs(torch.zeros_like(objective.centre)[None], inputs)[0]
-            output_slope(function, f)  # raises if this is no function of the outputs
+            output_slope(function, f)  # raises if this is not a function of the outputs
             value = lambda row: scalar(function(objective.run(row, inputs)), "outputs")
         push = lambda d: objective.each(torch.func.grad(value), d, size)
         read = lambda d: objective.each(value, d, size).unsqueeze(1)
@@ -483,7 +483,7 @@ class HFL(Method):
     Args:
         mode: "nonlinear" pushes every prediction up and down and re-optimises the network each time. "linearised" does
             the same for the tangent model: one block solve without λ, with the variances of ``Full``. "pretrained"
-            pushes once, in the fit; a prediction then costs one more forward pass. Its scores are no variances, except
+            pushes once, in the fit; a prediction then costs one more forward pass. Its scores are not variances, except
             with ``variant="random"``.
         lam: λ, the strength of a push; None chooses it and halves it until two estimates agree.
         solver: "newton" uses all data, with a Hessian up to 2,048 weights and block CG above; "adam" fine-tunes on
@@ -507,7 +507,8 @@ class HFL(Method):
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, for a g-prior.
-        NumericalError: In ``fit``, if the weights are at no minimum; in predictions, if a response has not converged.
+        NumericalError: In ``fit``, if the weights are not at a minimum; in predictions, if a response has not
+            converged.
         DataError: In ``fit``, if evaluation or calibration data do not fit the network.
 
     Cost of a prediction: "nonlinear", for each output some tens of gradients over all data; "linearised", one product

@@ -379,7 +379,7 @@ class Response:
 
     @classmethod
     def concat(cls, parts: Sequence[Response]) -> Response:
-        """Return the responses of several runs of pushes as one; the steps are those of the longest run."""
+        """Return the responses of several runs of pushes as one; the number of steps is the largest of all runs."""
         if len(parts) == 1:
             return parts[0]
         names = [field.name for field in fields(cls) if field.name != "steps"]
@@ -440,7 +440,7 @@ def largest(values: Tensor) -> int:
 
 
 def far_from_minimum(distance: float, limit: float, evidence: str = "") -> str:
-    """Return the error message for weights that are at no minimum; ``evidence`` says how that was measured."""
+    """Return the error message for weights that are not at a minimum; ``evidence`` says how that was measured."""
     return (
         f"HFL: the weights are {distance:.2g} posterior standard deviations from the minimum of their regularised "
         f"loss{evidence}; expected at most {limit:g}. The response would be that of another network: train this one "
@@ -587,7 +587,7 @@ class Responder:
         return replace(response, cov=cov, change=change, steps=steps)
 
     def at(self, pushes: Pushes, lam: Tensor) -> Response:
-        """Return the responses at these strengths (K,), with the accuracy of the worse sign, which is not checked."""
+        """Return the responses at these strengths (K,), with the accuracy of the worse sign, unchecked."""
         both = torch.cat([lam, -lam])
         twice = lambda d: torch.cat([pushes.push(half) for half in d.chunk(2)])
         inner = max(1e-2 * self.goal, 30 * torch.finfo(lam.dtype).eps / float(lam.min()) ** 0.5)

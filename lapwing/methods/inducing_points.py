@@ -321,7 +321,7 @@ COPIES = 3  # float64 chunks of rows that a kernel between rows holds: two, and 
 
 @dataclass(frozen=True, eq=False)
 class Anchors:
-    """M rows J_Z (M, P) of the Jacobian: that of output ``outputs[m]`` at input m, for each m.
+    """M rows J_Z (M, P) of the Jacobian: row m belongs to output ``outputs[m]`` at input m.
 
     J_Z is kept between calls as the inputs and gradients of every layer; a layer that is shared over many positions
     keeps its rows themselves (at most M P numbers). What does not fit the byte budget is computed anew at every call.
@@ -417,7 +417,7 @@ class Placement:
 
     @property
     def outputs(self) -> int:
-        """The number of outputs at one input, those of all tokens together."""
+        """The number of outputs at one input, all tokens together."""
         return torch.Size(self.network.output_shape).numel()
 
     def every_output(self) -> Anchors:

@@ -76,7 +76,7 @@ class IVON(Method):
     beta1: float = setting(0.9, BELOW_ONE)
     beta2: float | None = setting(None, BELOW_ONE | NONE)
     weight_decay: float | None = setting(None, POSITIVE | NONE)
-    samples: int = setting(32, integer(2))  # one has no spread
+    samples: int = setting(32, integer(2))  # the spread of one sample is not defined
     seed: int = setting(0, integer(0))
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its Gaussian has independent weights, and comes from stochastic steps",
@@ -253,7 +253,7 @@ class Training:
             )
 
     def _final_problem(self, phi: float) -> Problem:
-        """Return the problem with the noise of the last epoch, and the prior that the weight decay stands for."""
+        """Return the problem with the noise of the last epoch, and the prior that the weight decay is equal to."""
         problem, network = self.problem, self.problem.network
         if problem.likelihood.learns_dispersion:
             noise = torch.tensor(phi, dtype=torch.float64, device=network.device)

@@ -69,7 +69,7 @@ class SWAG(Method):
     True
     """
 
-    snapshots: int = setting(30, integer(2))  # one has no spread
+    snapshots: int = setting(30, integer(2))  # the spread of one snapshot is not defined
     rank: int = setting(20, integer(2))
     learning_rate: float | None = setting(None, POSITIVE | NONE)
     epochs_between: int = setting(1, integer())

@@ -101,7 +101,7 @@ class VaLLA(Method):
     batch_size: int = setting(100, integer())
     patience: int = setting(5, integer())
     candidates: int = setting(1000, integer())
-    validation: Data | None = field(default=None, init=False, repr=False, compare=False)  # those of fit
+    validation: Data | None = field(default=None, init=False, repr=False, compare=False)  # set by ``fit``
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance(
         (Exactness(lambda weights, rows: VaLLA(num_inducing=rows), "network"),),
@@ -298,7 +298,7 @@ class _Rows:
 
 
 class _Again(torch.autograd.Function):
-    """The sum of a function of all Jacobians, of which one at a time is in memory, in the backward pass too."""
+    """The sum of a function of all Jacobians; only one is in memory at a time, in the backward pass too."""
 
     @staticmethod
     def forward(
@@ -413,7 +413,7 @@ def learn_stochastic(points: InducingPoints, data: Data, settings: VaLLA, genera
 
 
 def _convergence_findings(steps: list[Step]) -> tuple[str, ...]:
-    """Return a finding if the objective, which was that of all data, still changes at the end."""
+    """Return a finding if the objective over all data still changes at the end."""
     scores = [step.score for step in steps[-max(2, len(steps) // 4) :]]
     change = (max(scores) - min(scores)) / (1 + abs(scores[-1]))
     if change < CONVERGED:
@@ -425,7 +425,7 @@ def _convergence_findings(steps: list[Step]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """The data of this process among those of all: each takes its share of every batch."""
+    """The data of this process: each process takes its share of every batch."""
 
     count: int
     processes: Processes
@@ -509,7 +509,7 @@ class Stochastic:
     def step(self, batch: Batch | None, optimiser: torch.optim.Optimizer | None, length: float) -> tuple[float, float]:
         """Take a natural-gradient step of this length and one of Adam; return objective and KL before them.
 
-        ``batch`` is the part of a batch that this process has; None if it has no data.
+        ``batch`` is this process's part of a batch; None if the process has no data.
         """
         points, processes = self.points, self.own.processes
         searching = optimiser is None and self.own.rows(batch) == points.n_samples
@@ -544,7 +544,8 @@ class Stochastic:
     ) -> tuple[Tensor, Tensor, list[Tensor], list[Terms]]:
         """Return the data term of the objective, its information and its slopes in all that is learned.
 
-        They are those of this process. Only if asked for, also return what they were computed from, without a graph.
+        The sums are over the data of this process. If ``keep``, also return what they were computed from, without a
+        graph.
         """
         inside = [t.detach().requires_grad_() for t in learned]
         information, seen = torch.zeros_like(self.inducing.average), []
@@ -564,7 +565,7 @@ class Stochastic:
     def _terms(self, batch: Batch, inside: Sequence[Tensor]) -> Iterator[tuple[Terms, float]]:
         """Yield parts of a batch that fit the byte budget, differentiable in ``inside``, all that is learned.
 
-        Each comes with the number of data of this process that a datum of the batch stands for.
+        Each comes with its share: the number of data of this process for each datum of the batch.
         """
         values = iter(inside)
         given = (self.points.log_scale, self.points.log_noise, self.moves)

@@ -35,7 +35,7 @@ USUAL = 150  # evaluations of the bound in a usual fit
 class VariationalLastLayer(Method):
     """A mean-field Gaussian over the last layer's weights, as a baseline: the one with the highest evidence bound.
 
-    The features are those of the trained network and computed once. For Gaussian noise the optimum has a closed form:
+    The features come from the trained network and are computed once. For Gaussian noise the optimum has a closed form:
     the exact posterior mean, and variances that are one over the diagonal of the exact precision. For other
     likelihoods L-BFGS maximises the bound, an average over fixed draws of the logits (local reparameterisation), from
     the diagonal Laplace approximation. Only the last layer is uncertain, which is what ``fit`` selects for it.
@@ -117,7 +117,7 @@ class VariationalLastLayer(Method):
 
 
 def _refuse_other_weights(network: Network) -> None:
-    """Raise unless the selected weights are those of one linear map."""
+    """Raise unless the selected weights belong to one linear map."""
     if network.selection.index is not None or not is_single_map(network):
         raise UnsupportedError(
             f"VariationalLastLayer() with the weights {', '.join(network.selection.names)!s:.80}; expected those of a "
