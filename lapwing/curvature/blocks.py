@@ -26,7 +26,6 @@ from torch import Tensor
 
 from lapwing.curvature.base import floored, row_products, weighted_sum
 from lapwing.data.processes import Processes
-from lapwing.errors import UnsupportedError
 from lapwing.linalg.dense import (
     Axes,
     Basis,
@@ -43,7 +42,7 @@ from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.priors.base import BlockPrior
-from lapwing.runtime.state import Array, State, saved, semidefinite
+from lapwing.runtime.state import Array, State, Stored, saved, semidefinite
 from lapwing.runtime.threads import ProgressBar, is_showing
 
 FACTOR_LIMIT = 8192  # half a gigabyte in float64, and minutes on a processor
@@ -490,11 +489,11 @@ class BlockSum:
         raise NotImplementedError
 
 
-class BlockCurvature:
-    """H of one block at unit dispersion. Its class method ``from_state(state, network)`` builds it from a state.
+class BlockCurvature(Stored):
+    """H of one block at unit dispersion. The owner of its form in files is a network with this block alone.
 
-    A structure that is diagonal defines ``only_diagonal``, ``mixed`` and what files need; others define ``precision``,
-    ``diagonal`` and ``dense`` too.
+    A structure that is diagonal defines ``only_diagonal`` and ``mixed``; others define ``precision``, ``diagonal`` and
+    ``dense`` too.
     """
 
     @property
@@ -527,10 +526,6 @@ class BlockCurvature:
     def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
         """Return the weighted sum of this block and the others, differentiable in the weights (1 + others,)."""
         raise NotImplementedError
-
-    def state(self) -> State:
-        """Return the block as plain data, for a file."""
-        raise UnsupportedError(f"the curvature {type(self).__name__} has no file form, a method state().")
 
     def factors(self, prior: BlockPrior) -> Sequence[Factor]:
         """Return the factors whose eigendecompositions ``precision`` needs under this prior."""
@@ -585,7 +580,7 @@ class DiagonalBlock(BlockCurvature):
         return State("DiagonalBlock", tensors={"values": self.values})
 
     @classmethod
-    def from_state(cls, state: State, network: Network) -> DiagonalBlock:
+    def from_state(cls, state: State, network: Network) -> DiagonalBlock:  # type: ignore[override]
         (block,) = network.layout
         return cls(**state.read(values=Array(block.form, 0, dtype=network.dtype)))
 
@@ -673,7 +668,7 @@ class FullBlock(BlockCurvature):
         return State("FullBlock", tensors={"matrix": self.matrix})
 
     @classmethod
-    def from_state(cls, state: State, network: Network) -> FullBlock:
+    def from_state(cls, state: State, network: Network) -> FullBlock:  # type: ignore[override]
         (block,) = network.layout
         return cls(**state.read(matrix=Array((block.size, block.size), dtype=torch.float64, also=semidefinite)))
 

@@ -409,7 +409,7 @@ class KroneckerBlock(BlockCurvature):
         return State("KroneckerBlock", tensors={**tensors, "rows": torch.tensor(self.rows, dtype=torch.float64)})
 
     @classmethod
-    def from_state(cls, state: State, network: Network) -> KroneckerBlock:
+    def from_state(cls, state: State, network: Network) -> KroneckerBlock:  # type: ignore[override]
         groups, d_out, d_in = linear_form(network)
         factors = {**_factor_fields("inp", groups, d_in), **_factor_fields("out", groups, d_out)}
         fields = state.read(rows=Array((), 0), **factors)
@@ -565,7 +565,7 @@ class EigenBlock(BlockCurvature):
         return State("EigenBlock", tensors={**bases, "values": self.values})
 
     @classmethod
-    def from_state(cls, state: State, network: Network) -> EigenBlock:
+    def from_state(cls, state: State, network: Network) -> EigenBlock:  # type: ignore[override]
         groups, d_out, d_in = linear_form(network)
         bases = {
             name: _basis_fields(name, groups, size, network.dtype) for name, size in (("out", d_out), ("inp", d_in))
