@@ -51,8 +51,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/py
 
 # Experiments in their quick forms, the demo and tutorials, and grids of methods by networks: over a minute, and whoever
 # changes one of them runs it. Continuous integration runs all.
-LONG := tests/experiments tests/unit/demo tests/unit/test_tutorials.py tests/conformance/test_memory.py \
-	tests/conformance/test_scale_invariance.py tests/conformance/test_threads.py tests/unit/methods/test_hfl_long.py \
+LONG := tests/experiments tests/unit/demo tests/unit/test_tutorials.py tests/conformance/test_long.py \
+	tests/unit/methods/test_hfl_long.py \
 	tests/unit/tuners/test_linear_mode.py \
 	tests/unit/tuners/test_sample_em.py tests/unit/posteriors/test_variance_of.py
 

@@ -5,7 +5,7 @@ tensors on the CPU that a fit with a given prior, the probabilities of a predict
 without a limit and under a byte budget. "answer" is what the call leaves behind: the posterior, a predictive or draws,
 and what the posterior keeps for the next call. "excess" is what the peak under the budget has beyond budget and answer;
 "held" is what the rules in ``HELD`` allow the method there. Methods that work on all outputs at once or take many steps
-get few rows. ``tests/conformance/test_memory.py`` holds every line to "excess at most held".
+get few rows. ``tests/conformance/test_long.py`` holds every line to "excess at most held".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Files that a version wrote, with what it predicted from them: ``python -m tests.stored FOLDER`` writes a new set.
 
 Run it with the code of a version that is released, as ``python -m tests.stored tests/data/0.2.0``; later versions load
-the files and must predict the same (``tests/unit/test_stored_files.py``). Networks are small and in float64.
+the files and must predict the same (``tests/unit/test_files.py``). Networks are small and in float64.
 """
 
 from __future__ import annotations

@@ -1,14 +1,26 @@
-"""Every Python example under docs/ runs, every link leads somewhere, every method page has the same sections."""
+"""The documentation: examples, links, the README and the site."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from effective_parameters import GAMMA, effective_parameters_picture
+from torch import nn
 
+import lapwing as lw
 from lapwing.registry import METHODS
 from tests.pages import DOCS, PAGES, named, pages_with_examples, run_examples
+from tests.pixels import drawn, inked, share
+
+# Every Python example under docs/ runs, every link leads somewhere, every method page has the same sections.
 
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 SECTIONS = ["What it computes", "When it is exact", "Cost", "Settings", "Example", "Pitfalls", "Reference"]
@@ -34,3 +46,143 @@ def test_method_pages_have_the_same_sections(page: Path) -> None:
 
 def test_every_method_has_a_page() -> None:
     assert set(METHODS) == {path.stem for path in (DOCS / "methods").glob("*.md")}
+
+
+# The lines of the README that take a model and loaders do what they say. Its other examples are doctests.
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def test_from_a_classifier_to_a_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    centres = 3 * torch.randn(4, 5)
+    labels = torch.randint(0, 4, (1700,))
+    drawn = centres[labels] + 0.6 * torch.randn(1700, 5)
+    train, held_out, calibration, test = (
+        (drawn[rows], labels[rows]) for rows in torch.arange(1700).split([200, 100, 1200, 200])
+    )
+    model = nn.Linear(5, 4)
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(40):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(train[0]), train[1]).backward()
+        optimiser.step()
+    names: dict[str, Any] = {
+        "lw": lw, "model": model, "train_loader": [train], "held_out": held_out, "calibration": calibration,
+        "test": test, "x": test[0], "pool": drawn[:60],
+    }  # fmt: skip
+    (lines,) = re.findall(
+        r"^## From a classifier to a decision\n\n```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL
+    )
+    exec(compile(lines, "README.md", "exec"), names)
+    torch.testing.assert_close(names["probs"].sum(1), torch.ones(200))
+    wrong = (names["labels"] != test[1])[names["answered"]].float().mean()
+    assert wrong < 0.05
+    assert names["sets"].members.shape == (200, 4)
+    assert names["strange"].shape == (200,)
+    assert len(set(names["next_to_label"].tolist())) == 20
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+# The documentation site has every page in its navigation, and every public name with an example in its reference.
+
+ROOT = Path(__file__).parents[2]
+SITE_DOCS = ROOT / "docs"
+NAVIGATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+ENTRIES = {
+    name.rpartition(".")[2]
+    for page in (SITE_DOCS / "reference").glob("*.md")
+    for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+}
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Every public name with its object: those of ``lw`` itself and of its namespaces."""
+    for name in lw.__all__:
+        value = getattr(lw, name)
+        if inspect.ismodule(value):
+            yield from ((f"{name}.{each}", getattr(value, each)) for each in value.__all__)
+        else:
+            yield name, value
+
+
+NAMES = dict(public())
+MEMBERS = {
+    f"Fitted.{name}": getattr(lw.Fitted, name)
+    for name in dir(lw.Fitted)
+    if not name.startswith("_") and inspect.isfunction(getattr(lw.Fitted, name))
+}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {page.relative_to(SITE_DOCS).as_posix() for page in SITE_DOCS.rglob("*.md")}
+    assert not {page for page in pages if not re.search(rf"(?:- |: ){re.escape(page)}$", NAVIGATION, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_has_an_entry_in_the_reference(name: str) -> None:
+    assert name.rpartition(".")[2] in ENTRIES
+
+
+def test_a_posterior_inherits_no_members() -> None:
+    """The site lists the members of a class without those that it inherits."""
+    assert {member.__qualname__.partition(".")[0] for member in MEMBERS.values()} == {"Fitted"}
+
+
+@pytest.mark.parametrize("name", {**NAMES, **MEMBERS})
+def test_every_public_name_has_an_example(name: str) -> None:
+    assert ">>>" in (inspect.getdoc({**NAMES, **MEMBERS}[name]) or "")
+
+
+# Modules for other packages name the extra to install where the package is missing.
+
+
+@pytest.mark.parametrize(
+    ("module", "packages"),
+    [("sklearn", ("sklearn",)), ("lightning", ("lightning", "lightning.pytorch", "pytorch_lightning"))],
+)
+def test_missing_packages_are_named(module: str, packages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(f"lapwing.{module}")]:
+        monkeypatch.delitem(sys.modules, name)
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"pip install 'lapwing\[{module}\]'"):
+        importlib.import_module(f"lapwing.{module}")
+
+
+# The picture of effective parameters in the tutorials.
+
+
+def draw(layers: Any, path: Path) -> None:
+    effective_parameters_picture(*layers, path)
+
+
+def layers(count: int = 3, part: float = 0.5) -> tuple[dict[str, float], dict[str, int]]:
+    """γ and the number of weights of each layer."""
+    sizes = {str(i): 20 * (i + 1) for i in range(count)}
+    return {name: part * size for name, size in sizes.items()}, sizes
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """Three layers, of whose weights the data determine half."""
+    return drawn(draw, layers(), tmp_path_factory.mktemp("half"))
+
+
+def test_it_is_not_blank(half: torch.Tensor, tmp_path: Path) -> None:
+    for pixels in (half, drawn(draw, ({"": 1.0}, {"": 4}), tmp_path)):
+        assert min(pixels.shape[:2]) > 500
+        assert 0.02 < inked(pixels) < 0.9
+
+
+def test_effective_parameters_fill_their_share_of_the_weights(half: torch.Tensor, tmp_path: Path) -> None:
+    none, quarter, whole = (share(drawn(draw, layers(part=part), tmp_path), GAMMA) for part in (0.0, 0.25, 1.0))
+    assert none < 0.01  # the legend
+    assert share(half, GAMMA) - none == pytest.approx(2 * (quarter - none), rel=0.02)
+    assert whole - none == pytest.approx(4 * (quarter - none), rel=0.02)
+
+
+def test_many_layers_need_more_room(half: torch.Tensor, tmp_path: Path) -> None:
+    many = drawn(draw, layers(30), tmp_path)
+    assert many.shape[0] > 3 * half.shape[0]
+    assert many.shape[1] == half.shape[1]

@@ -1,25 +1,34 @@
-"""Posteriors in files: the same numbers come back, and nothing else does."""
+"""Files of every posterior: what comes back, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import struct
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.data.samples import OneSample
 from lapwing.posteriors.members import PointPosterior
 from tests import problems
+from tests.attack import checkpoints, files
 from tests.attack.damage import Contents
 from tests.cases import BY_NAME, CASES, cast
-from tests.tolerances import assert_close
+from tests.problems import batches, likelihood
+from tests.stored import RUNS, SPECIMENS, Stored, ensemble, first_rows, inputs, predictions, run, small, translated
+from tests.tolerances import SOLVED, assert_close
+
+# Posteriors in files: the same numbers come back, and nothing else does.
 
 D = torch.float64
 METHODS: dict[str, Any] = {
@@ -469,3 +478,226 @@ def test_the_model_itself_is_not_in_the_file(tmp_path: Path) -> None:
     with safe_open(path, framework="pt") as file:  # any reader of the format can open it
         assert json.loads(file.metadata()["lapwing"])["name"].startswith("lapwing-posterior-")
         assert not any(key.startswith(("0.", "2.", "4.", "model")) for key in file.keys())  # noqa: SIM118
+
+
+# Damaged files and checkpoints: the short form of ``python -m tests.attack files`` and ``checkpoints``.
+
+IN_SHORT = ("kron", "low rank", "fmgp rbf", "mixture", "each noise", "bernoulli", "g-prior", "subnetwork", "valla")
+
+
+def test_every_specimen_in_short_is_refused_or_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SPECIMENS", {name: files.SPECIMENS[name] for name in IN_SHORT})
+    totals, wrong = files.attacked(180, seed=11, folder=tmp_path)
+    assert not wrong, "\n".join(wrong)
+    assert totals["refused"] > 100
+    assert totals["accepted"] > 5
+
+
+def test_checkpoints_are_refused_or_possible(tmp_path: Path) -> None:
+    totals, wrong = checkpoints.attacked(45, seed=11, folder=tmp_path)
+    assert not wrong, "\n".join(wrong)
+    assert totals["refused"] > 20
+    assert totals["accepted"] > 2
+
+
+# A file knows the function that it belongs to, and not its weights alone.
+
+
+class Bent(nn.Module):
+    """A network whose activation is a setting, or a constant that no setting shows."""
+
+    def __init__(self, bend: Any = F.tanh) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b, self._bend = nn.Linear(4, 6), nn.Linear(6, 3), bend
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self._bend(self.a(x)))
+
+
+def sloped(slope: float) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.LeakyReLU(slope), nn.Linear(6, 3))
+
+
+def saved(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32) -> Path:
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    lw.fit(model, [(x, torch.arange(20) % 3)], "classification", prior=1.0).save(path)
+    return path
+
+
+def test_another_slope_is_refused(tmp_path: Path) -> None:
+    path = saved(sloped(0.01), tmp_path / "net")
+    lw.load(path, sloped(0.01))
+    with pytest.raises(lw.errors.FileError, match=r"returns other outputs, by .* such as the slope of an activation"):
+        lw.load(path, sloped(0.5))
+    with pytest.raises(lw.errors.FileError, match="belongs to another model"):
+        lw.load(path, sloped(0.02))
+
+
+def test_another_forward_is_refused(tmp_path: Path) -> None:
+    path = saved(Bent(), tmp_path / "net")
+    lw.load(path, Bent())
+    with pytest.raises(lw.errors.FileError, match="belongs to another model"):
+        lw.load(path, Bent(F.gelu))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, D, torch.bfloat16])
+@pytest.mark.parametrize("other", [torch.float32, D, torch.bfloat16])
+def test_another_dtype_is_the_same_function(dtype: torch.dtype, other: torch.dtype, tmp_path: Path) -> None:
+    """Weights that have been rounded once are the same in every wider dtype."""
+    rounded = sloped(0.01).bfloat16()
+    path = saved(rounded.to(dtype), tmp_path / "net", dtype)
+    lw.load(path, sloped(0.01).bfloat16().to(other))
+    with pytest.raises(lw.errors.FileError, match="belongs to another model"):
+        lw.load(path, sloped(0.5).bfloat16().to(other))
+
+
+@pytest.mark.parametrize("case", [case.name for case in CASES])
+def test_every_network_has_a_probe(case: str) -> None:
+    """Tokens, images, mappings and tuples; a probe of four rows, none of them from the data."""
+    chosen = BY_NAME[case]
+    posterior = lw.fit(chosen.build(), batches(chosen), likelihood(chosen), method=lw.baselines.MapOnly(), prior=1.0)
+    probe = posterior.network.probed
+    assert probe is not None
+    assert probe.outputs is not None
+    assert sum(t.nbytes for t in probe.tensors) <= 2**20
+    for t, given in zip(probe.tensors, lw.data.inputs.tensors_in(batches(chosen)[0][0]), strict=True):
+        assert t.dtype == given.dtype
+        if t.is_floating_point():
+            assert not any(torch.equal(row, other) for row in t for other in given)
+
+
+def test_ranges_are_those_of_each_entry() -> None:
+    """Columns of very different sizes stay so, and what all rows share is kept."""
+    x = torch.stack([torch.linspace(0, 1, 30), torch.linspace(1e6, 2e6, 30), torch.full((30,), 7.0)], 1)
+    probe = lw.fit(nn.Linear(3, 1), (x, x[:, 0]), "regression", prior=1.0).network.probed
+    assert probe is not None
+    (drawn,) = probe.tensors
+    assert float(drawn[:, 0].max()) <= 1
+    assert float(drawn[:, 1].min()) >= 1e6
+    assert bool((drawn[:, 2] == 7).all())
+
+
+class Shifted(nn.Module):
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear, self.shift = nn.Linear(4, 3), shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.shift
+
+
+def test_settings_are_compared_where_inputs_cannot_be_drawn(tmp_path: Path) -> None:
+    x = OneSample((torch.randn(9, 4),))
+    posterior = lw.fit(Shifted(0.5), [(x, torch.arange(9)[None] % 3)], "classification", prior=1.0)
+    assert posterior.network.probed is None
+    posterior.save(tmp_path / "net")
+    lw.load(tmp_path / "net", Shifted(0.5))
+    with pytest.raises(lw.errors.FileError, match=r"shift of the module '' is 1\.5 and was 0\.5"):
+        lw.load(tmp_path / "net", Shifted(1.5))
+
+
+def test_the_probe_stays_when_a_file_is_written_again(tmp_path: Path) -> None:
+    path = saved(sloped(0.01), tmp_path / "net")
+    lw.load(path, sloped(0.01)).save(tmp_path / "again")
+    with pytest.raises(lw.errors.FileError, match="belongs to another model"):
+        lw.load(tmp_path / "again", sloped(0.5))
+
+
+def test_settings_are_watched_after_loading(tmp_path: Path) -> None:
+    model = sloped(0.01)
+    again = lw.load(saved(model, tmp_path / "net"), model)
+    model[1].negative_slope = 0.5
+    with pytest.raises(lw.errors.ModelError, match="negative_slope"):
+        again.predict(torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("form", [{"tensor": 1}, {"list": 3}, {"map": {"x": {"tensor": 0}}}, [], {"value": []}])
+def test_a_damaged_probe_is_refused(form: Any, tmp_path: Path) -> None:
+    path = saved(sloped(0.01), tmp_path / "net")
+    file = Contents.of(path.read_bytes())
+    file.root["parts"]["network"]["parts"]["probe"]["settings"]["form"] = form
+    path.write_bytes(file.packed())
+    with pytest.raises(lw.errors.FileError, match="is damaged"):
+        lw.load(path, sloped(0.01))
+
+
+# Files that earlier versions wrote: each is loaded, and predicts what it predicted then (``tests/stored.py``).
+
+FOLDERS = sorted((Path(__file__).parents[1] / "data").iterdir())
+FILES = [(folder, path.stem) for folder in FOLDERS for path in sorted(folder.glob("*.lapwing"))]
+IDS = [f"{folder.name}-{name}" for folder, name in FILES]
+TRAINED = 1e-6  # of the largest entry: a run of 4 epochs multiplies roundings, L-BFGS more than others
+
+
+@lru_cache
+def stored(folder: Path) -> Stored:
+    return Stored.of(folder)
+
+
+def test_there_is_a_file_of_every_specimen() -> None:
+    assert set(SPECIMENS) == {name for folder, name in FILES if folder == FOLDERS[0]}
+
+
+@pytest.mark.parametrize(("folder", "name"), FILES, ids=IDS)
+def test_a_posterior_predicts_what_it_did(folder: Path, name: str) -> None:
+    kept = stored(folder)
+    model = kept.model(name, SPECIMENS[name]().model())
+    again = lw.load(folder / f"{name}.lapwing", model)
+    now = predictions(again, kept.inputs(name))
+    expected = kept.under(f"{name}/expected/")
+    assert now.keys() == expected.keys()
+    for what, value in expected.items():
+        dtype = next(model.parameters()).dtype  # probabilities come from quadrature in float32 too
+        assert_close(now[what].double(), value.double(), SOLVED, dtype)
+
+
+@pytest.mark.parametrize("name", ["kron", "integrate_regression", "budget_classes", "per_output_full", "sampled"])
+def test_a_posterior_is_written_as_it_was_read(name: str, tmp_path: Path) -> None:
+    kept = stored(FOLDERS[0])
+    model = kept.model(name, SPECIMENS[name]().model())
+    again = lw.load(FOLDERS[0] / f"{name}.lapwing", model)
+    again.save(tmp_path / "net")
+    one, two = (predictions(p, kept.inputs(name)) for p in (again, lw.load(tmp_path / "net", model)))
+    for what, value in one.items():
+        assert_close(two[what], value)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_ends_as_it_did(name: str, folder: Path) -> None:
+    """Resumed from the file, it ends where an uninterrupted run of that version did."""
+    kept = stored(folder)
+    model = kept.model(name, small()).train()
+    trained = run(name, model, resume=folder / f"{name}.training")
+    assert [epoch.number for epoch in trained.history] == [0, 1, 2, 3]
+    for what, value in kept.under(f"{name}/trained/").items():
+        assert float((trained.model.state_dict()[what] - value).abs().max()) <= TRAINED * float(value.abs().max()), what
+    now, expected = predictions(trained.posterior, inputs()[:5]), kept.under(f"{name}/expected/")
+    for what, value in expected.items():
+        assert float((now[what] - value).abs().max()) <= TRAINED * float(value.abs().max()), what
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_members_are_those_that_were_trained(folder: Path, tmp_path: Path) -> None:
+    kept = stored(folder)
+    shutil.copytree(folder / "ensemble", tmp_path / "ensemble")
+    for number, member in enumerate(ensemble(kept.model("ensemble", small()), tmp_path / "ensemble")):
+        for what, value in kept.under(f"ensemble/trained{number}/").items():
+            assert torch.equal(member.state_dict()[what], value), what
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_names_of_laplace_torch(folder: Path) -> None:
+    kept = stored(folder)
+    laplace = translated(kept.model("compat", small(3)))
+    laplace.load_state_dict(torch.load(folder / "compat.pt", weights_only=True))
+    assert_close(laplace(inputs()[:5]), kept.under("compat/expected/")["probs"], SOLVED)
+
+
+def test_the_inputs_of_specimens_have_their_form() -> None:
+    kept = stored(FOLDERS[0])
+    for name in ("full", "dict_input", "tuple_input"):
+        assert type(kept.inputs(name)) is type(first_rows(SPECIMENS[name]().data()[0]))

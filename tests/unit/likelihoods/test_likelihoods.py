@@ -1,4 +1,4 @@
-"""Every likelihood against PyTorch's own losses and distributions, and its root against autograd."""
+"""Losses, roots of their Hessians, and predictives of every likelihood."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 
 import lapwing as lw
+from lapwing.errors import DataError, UnsupportedError
+from lapwing.likelihoods.base import OutputHessian, weighted_count
+from lapwing.posteriors.base import Posterior
+from lapwing.registry import METHODS
 from lapwing.runtime.state import State
-from tests.tolerances import assert_close, assert_within
+from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import FunctionGaussian
+from tests.tolerances import SOLVED, assert_close, assert_within, tolerance
+
+# Every likelihood against PyTorch's own losses and distributions, and its root against autograd.
 
 D = torch.float64
 B = 6
@@ -298,3 +306,372 @@ def test_a_joint_belief_predicts_each_input_by_itself(name: str, batch: int) -> 
     of = lambda predictive: predictive.probs if hasattr(predictive, "probs") else predictive.std
     assert_close(of(likelihood.predict(joint)), of(likelihood.predict(joint.marginal)))
     assert of(likelihood.predict(joint)).shape[0] == batch
+
+
+# Hessians with two numbers for each output: equal to the root's, and with all digits where p is nearly one.
+
+F3 = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+F5 = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+CASES: dict[str, tuple[Any, Tensor, Tensor]] = {
+    "softmax": (lw.Categorical(), F3, torch.tensor([0, 2])),
+    "weights": (lw.Categorical(class_weights=(0.5, 2.0, 3.0)), F3, torch.tensor([0, 2])),
+    "ignored": (lw.Categorical(ignore_index=-1), F5, torch.tensor([[0, -1, 4], [-1, 3, 2]])),
+    "binary": (lw.Bernoulli(pos_weight=3.0, ignore_index=-1), F5, torch.randint(-1, 2, (2, 3, 5))),
+    "gaussian": (lw.Gaussian(noise_std=(0.5, 1.0, 2.0)), F3, F3 + 1),
+    "poisson": (lw.Poisson(), F3, torch.ones(2, 3)),
+    "heteroscedastic": (lw.HeteroscedasticGaussian(), F5[..., :4], F5[..., :2]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_product_of_the_root(name: str) -> None:
+    likelihood, f, y = CASES[name]
+    f = f.double()
+    y = y.double() if y.is_floating_point() or name == "binary" else y
+    root = likelihood.root(f, y)
+    assert_close(likelihood.hessian(f, y).dense(), root @ root.mT)
+
+
+def test_single_outputs_add_up() -> None:
+    whole = OutputHessian(torch.rand(4, 3, dtype=D))
+    assert_close(torch.stack([whole.for_output(c).diagonal for c in range(3)]).sum(0), whole.diagonal)
+
+
+def test_confident_predictions_keep_their_digits() -> None:
+    """1 - p = 1e-17 is no number in float64, but p (1 - p) is."""
+    f = torch.tensor([[40.0, 0.0, 1.0]], dtype=D)
+    small = torch.exp(torch.tensor([-40.0, -39.0], dtype=D))
+    expected = torch.stack([small.sum(), small[0], small[1]])[None]
+    diagonal = lw.Categorical().hessian(f, torch.tensor([0])).diagonal
+    assert float((diagonal / expected - 1).abs().max()) <= tolerance(D)
+
+
+@pytest.mark.parametrize(("columns", "width"), [(slice(0, 2), 2), (slice(1, 9), 3), (slice(4, 9), 0), (slice(None), 4)])
+def test_columns_of_the_root(columns: slice, width: int) -> None:
+    f, y = F5.double(), torch.tensor([[0, 1, 4], [1, 3, 2]])
+    part = lw.Categorical().root_columns(f, y, columns)
+    assert part.shape == (2, 3, 5, width)
+    if width:
+        assert_close(part, lw.Categorical().root(f, y)[..., columns])
+
+
+# Label smoothing and soft targets: against ``cross_entropy`` of PyTorch, and its Hessian by autograd.
+
+SOFT_TARGETS_B, C = 5, 4
+SOFT_TARGETS_WEIGHTS = (0.5, 2.0, 1.0, 3.0)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def labels(seed: int, *shape: int) -> Tensor:
+    return torch.randint(0, C, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def reference(likelihood: lw.Categorical, f: Tensor, y: Tensor) -> Tensor:
+    weight = None if likelihood.class_weights is None else torch.tensor(SOFT_TARGETS_WEIGHTS, dtype=torch.float64)
+    soft = {"weight": weight, "label_smoothing": likelihood.label_smoothing, "reduction": "none"}
+    return nn.functional.cross_entropy(f, y, **soft)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("class_weights", [None, SOFT_TARGETS_WEIGHTS])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+def test_loss_and_curvature_are_those_of_cross_entropy(label_smoothing, class_weights, soft):
+    likelihood = lw.Categorical(class_weights=class_weights, label_smoothing=label_smoothing)
+    f = drawn(0, SOFT_TARGETS_B, C)
+    y = likelihood.targets(f, drawn(1, SOFT_TARGETS_B, C).softmax(-1) if soft else labels(1, SOFT_TARGETS_B))
+    assert_close(likelihood.loss(f, y), reference(likelihood, f, y))
+    of = lambda b: lambda row: reference(likelihood, row[None], y[b : b + 1])[0]
+    hessians = torch.stack([torch.autograd.functional.hessian(of(b), f[b]) for b in range(SOFT_TARGETS_B)])
+    root = likelihood.root(f, y)
+    assert_close(root @ root.mT, hessians)
+    assert_close(likelihood.hessian(f, y).dense(), hessians)
+    assert int(likelihood.count(f, y)) == SOFT_TARGETS_B
+
+
+@pytest.mark.parametrize("class_weights", [None, SOFT_TARGETS_WEIGHTS])
+def test_gradient_at_the_targets_has_the_root_of_the_weight(class_weights):
+    likelihood = lw.Categorical(class_weights=class_weights)
+    f, y = drawn(0, SOFT_TARGETS_B, C), labels(1, SOFT_TARGETS_B)
+    weight = (
+        torch.ones(SOFT_TARGETS_B).double() if class_weights is None else torch.tensor(SOFT_TARGETS_WEIGHTS).double()[y]
+    )
+    plain = f.softmax(-1) - nn.functional.one_hot(y, C)
+    assert_close(likelihood.gradient(f, y), weight.sqrt()[:, None] * plain)
+
+
+def test_gradient_of_ignored_and_weightless_labels_is_zero():
+    f = drawn(0, SOFT_TARGETS_B, C)
+    y = torch.tensor([0, -100, 1, 2, 0])
+    gradient = lw.Categorical(class_weights=(0.0, 1.0, 2.0, 1.0)).gradient(f, y)
+    assert bool((gradient[[0, 1, 4]] == 0).all())
+    assert bool((gradient[[2, 3]] != 0).all())
+
+
+def test_gradient_of_binary_labels_has_the_root_of_the_weight():
+    f, y = drawn(0, SOFT_TARGETS_B, 3), labels(1, SOFT_TARGETS_B, 3).clamp_max(1).double()
+    expected = (f.sigmoid() - y) * torch.where(y > 0, 4.0, 1.0).sqrt()
+    assert_close(lw.Bernoulli(pos_weight=4.0).gradient(f, y), expected)
+
+
+def test_ignored_tokens_have_no_loss_with_smoothing():
+    likelihood = lw.Categorical(label_smoothing=0.2)
+    f, y = drawn(0, 2, 3, C), labels(1, 2, 3)
+    y[0, 1] = -100
+    expected = reference(likelihood, f.flatten(0, 1), y.flatten()).reshape(2, 3)
+    assert_close(likelihood.loss(f, y), expected)
+    assert int(likelihood.count(f, y)) == 5
+    assert bool((likelihood.root(f, y)[0, 1] == 0).all())
+
+
+def test_log_prob_of_soft_targets_is_the_mean_over_the_classes():
+    likelihood = lw.Categorical()
+    mean, y = drawn(0, SOFT_TARGETS_B, C), drawn(1, SOFT_TARGETS_B, C).softmax(-1)
+    y[0] = torch.tensor([1.0, 0, 0, 0])
+    predictive = likelihood.predict(FunctionGaussian(mean, torch.eye(C).double().expand(SOFT_TARGETS_B, C, C)))
+    assert_close(likelihood.known_log_prob(predictive, y), (y * predictive.log_probs).sum(-1))
+    drawn_functions = FunctionSamples.of(mean, drawn(2, 6, SOFT_TARGETS_B, C))
+    averages = likelihood.predict_samples(drawn_functions)
+    assert_close(averages.log_prob(y), (y * averages.log_probs).sum(-1))
+    with pytest.raises(DataError, match="a row with the sum 4"):
+        predictive.log_prob(torch.ones(SOFT_TARGETS_B, C))
+    first = predictive.log_prob(torch.zeros(SOFT_TARGETS_B, dtype=torch.long))[:1]
+    assert_close(likelihood.known_log_prob(predictive, y)[:1], first)
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, C)).double()
+
+
+def test_fit_to_one_hot_probabilities_equals_the_fit_to_labels(net):
+    x, y = drawn(2, 12, 3), labels(3, 12)
+    hard, soft = (lw.fit(net, [(x, t)], "classification") for t in (y, nn.functional.one_hot(y, C).double()))
+    assert_close(soft.log_evidence(), hard.log_evidence())
+    assert_close(soft.predict(x).probs, hard.predict(x).probs)
+
+
+def test_predictives_of_mixtures_and_loaders_take_soft_targets(net):
+    x, y = drawn(2, 12, 3), drawn(3, 12, C).softmax(-1)
+    fitted = lw.fit(net, [(x, y)], "classification", tuner=lw.tuners.Grid([(x, y)], precisions=(1.0, 10.0)))
+    mixture = lw.fit(net, [(x, y)], "classification", validation=[(x + 0.1, y)])
+    for predictive in (fitted.predict(x), mixture.predict(x), mixture.predict([(x[:5], y[:5]), (x[5:], y[5:])])):
+        assert_close(predictive.log_prob(y), (y * predictive.probs.log()).sum(-1))
+
+
+def test_evidence_has_the_smoothed_loss_and_the_same_curvature(net):
+    x, y = drawn(2, 12, 3), labels(3, 12)
+    plain, smooth = (
+        lw.fit(net, [(x, y)], lw.Categorical(label_smoothing=eps), method=lw.Full(), prior=2.0) for eps in (0.0, 0.1)
+    )
+    assert_close(smooth.base.curvature.matrix, plain.base.curvature.matrix)
+    with torch.no_grad():
+        losses = [nn.functional.cross_entropy(net(x), y, label_smoothing=e, reduction="sum") for e in (0.0, 0.1)]
+    assert_close(smooth.log_evidence() - plain.log_evidence(), losses[0] - losses[1])
+
+
+def test_files_hold_the_smoothing(net, tmp_path):
+    x, y = drawn(2, 12, 3), labels(3, 12)
+    lw.fit(net, [(x, y)], lw.Categorical(label_smoothing=0.1), prior=1.0).save(tmp_path / "net")
+    assert lw.load(tmp_path / "net", net).likelihood.label_smoothing == 0.1
+
+
+def test_segmentation_takes_probabilities_of_every_pixel():
+    torch.manual_seed(0)
+    net = nn.Conv2d(2, 3, 1).double()
+    x, y = drawn(0, 4, 2, 5, 6), torch.randint(0, 3, (4, 5, 6))
+    soft = nn.functional.one_hot(y, 3).double().movedim(-1, 1)
+    one, other = (lw.fit(net, [(x, t)], "classification", prior=1.0) for t in (y, soft))
+    assert_close(other.log_evidence(), one.log_evidence())
+
+
+@pytest.mark.parametrize(
+    ("y", "seen"),
+    [
+        (torch.full((SOFT_TARGETS_B, C), 0.5), "a row with the sum 2"),
+        (torch.tensor([1.5, -0.5, 0.0, 0.0]).expand(SOFT_TARGETS_B, C), "an entry -0.5"),
+        (torch.ones(SOFT_TARGETS_B, C, dtype=torch.long), "whole class numbers"),
+        (torch.full((SOFT_TARGETS_B, C + 1), 1 / (C + 1)), "whole class numbers"),
+        (torch.ones(SOFT_TARGETS_B), "whole class numbers"),
+    ],
+)
+def test_targets_that_are_no_distributions_are_refused(y, seen):
+    with pytest.raises(DataError, match=seen):
+        lw.Categorical().targets(torch.zeros(SOFT_TARGETS_B, C), y)
+
+
+def test_probabilities_do_not_shift():
+    with pytest.raises(DataError, match="expected tokens"):
+        lw.Categorical(shift=True).targets(torch.zeros(2, 3, C), torch.full((2, 3, C), 1 / C))
+
+
+@pytest.mark.parametrize("label_smoothing", [1.0, -0.1, "some", None, True])
+def test_smoothing_out_of_range_is_refused(label_smoothing):
+    with pytest.raises(DataError, match="label_smoothing is"):
+        lw.Categorical(label_smoothing=label_smoothing)
+
+
+def test_methods_that_learn_by_the_predictive_refuse_smoothing():
+    with pytest.raises(UnsupportedError, match=r"label_smoothing of Categorical is 0\.1"):
+        lw.Categorical(label_smoothing=0.1).check_prediction()
+
+
+# The law of weights: data with whole weights are the data repeated; weight zero leaves a datum out.
+
+COUNTS = torch.tensor([2, 0, 1, 3, 1, 1, 0, 2, 1])
+EXACT = ("full", "diagonal", "kron", "ekron", "kernel_space", "low_rank", "map_only", "dropout")
+ESTIMATED = ("sampled",)  # of the same Gram matrix, by draws for each row
+NEED_NETWORKS = ("ensemble", "mixture_of_laplace")
+
+
+@pytest.fixture(scope="module")
+def weighted_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.2), nn.Tanh(), nn.Linear(5, 4)).double().eval()
+
+
+X, NUMBERS = drawn(1, 9, 3), drawn(2, 9, 4)
+LABELS = torch.arange(9) % 4
+
+
+def both(net: nn.Module, y: Tensor, likelihood: Any, x: Any = X, **options: Any) -> tuple[lw.Fitted, lw.Fitted]:
+    """The posterior of weighted data, in two batches, and that of the data repeated."""
+    parts = [slice(0, 4), slice(4, None)]
+    weighted = lw.samples.weighted([(x[part], y[part], COUNTS[part].double()) for part in parts])
+    repeated = [(x.repeat_interleave(COUNTS, 0), y.repeat_interleave(COUNTS, 0))]
+    one, other = (lw.fit(net, data, likelihood, **options) for data in (weighted, repeated))
+    return one, other
+
+
+def assert_same(one: lw.Fitted, other: lw.Fitted, x: Any = X, power: float = SOLVED) -> None:
+    assert one.base.statistics.data == other.base.statistics.data
+    assert_close(torch.tensor(one.base.statistics.loss), torch.tensor(other.base.statistics.loss))
+    assert_close(one.functions(x).cov, other.functions(x).cov, power)
+    if one.base.provides(Posterior.log_evidence):
+        assert_close(one.log_evidence(), other.log_evidence(), power)
+    if one.likelihood.noise_variance is not None:
+        assert_close(one.likelihood.noise_variance, other.likelihood.noise_variance)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in NEED_NETWORKS])
+def test_every_method_counts_weights_or_refuses_them(weighted_net, name):
+    method = METHODS[name]()
+    if name not in (*EXACT, *ESTIMATED):
+        with pytest.raises(UnsupportedError, match="the data have weights"):
+            both(weighted_net, NUMBERS, lw.Gaussian(), method=method, prior=1.0)
+        return
+    one, other = both(weighted_net, NUMBERS, lw.Gaussian(), method=method, prior=1.0)
+    assert one.base.statistics.data == int(COUNTS.sum())
+    assert_close(one.likelihood.noise_variance, other.likelihood.noise_variance)
+    if name in EXACT:
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("method", [lw.Kron(sharing="reduce"), lw.Full(curvature="empirical"), lw.Kron("empirical")])
+def test_other_settings_count_weights(weighted_net, method):
+    assert_same(*both(weighted_net, LABELS, lw.Categorical(), method=method, prior=1.0))
+
+
+def test_the_hessian_counts_weights(weighted_net):
+    assert_same(*both(weighted_net, LABELS, lw.Categorical(), method=lw.Full(curvature="hessian"), prior=50.0))
+
+
+@pytest.mark.parametrize("likelihood", [lw.Categorical(), lw.Gaussian(), lw.Gaussian(per_output=True)])
+def test_the_default_counts_weights_in_prior_noise_tails_and_mixture(weighted_net, likelihood):
+    y = LABELS if likelihood.has_logits else NUMBERS
+    one, other = both(weighted_net, y, likelihood)
+    assert_same(one, other)
+    assert_close(one.predict(X).log_prob(y), other.predict(X).log_prob(y), SOLVED)
+    assert_close(one.posterior.weights, other.posterior.weights, SOLVED)
+
+
+def test_validation_data_count_weights(weighted_net):
+    y = LABELS
+    weighted = lw.samples.weighted((X, y, COUNTS))
+    repeated = (X.repeat_interleave(COUNTS, 0), y.repeat_interleave(COUNTS, 0))
+    one, other = (
+        lw.fit(weighted_net, [(X + 0.1, y)], "classification", validation=validation)
+        for validation in (weighted, repeated)
+    )
+    assert_close(one.posterior.weights, other.posterior.weights, SOLVED)
+    assert_close(one.predict(X).probs, other.predict(X).probs, SOLVED)
+
+
+def test_tuners_without_weights_refuse_them(weighted_net):
+    weighted = lw.samples.weighted((X, LABELS, COUNTS))
+    for tuner in (lw.tuners.LinearMode(), lw.tuners.Grid(weighted)):
+        with pytest.raises(UnsupportedError, match="have weights"):
+            lw.fit(weighted_net, weighted, "classification", tuner=tuner)
+
+
+def test_products_with_the_ggn_count_weights(weighted_net):
+    posterior = lw.fit(weighted_net, [(X, NUMBERS)], lw.Gaussian(1.0), method=lw.Full(), prior=1.0)
+    matrix = posterior.ggn(lw.samples.weighted((X, NUMBERS, COUNTS))) @ torch.eye(44).double()
+    repeated = both(weighted_net, NUMBERS, lw.Gaussian(1.0), method=lw.Full(), prior=1.0)[1]
+    assert_close(matrix, repeated.base.curvature.matrix)
+
+
+class Tokens(nn.Module):
+    """An embedding, a layer that all tokens share, and an output for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.hidden, self.head = nn.Embedding(6, 3), nn.Linear(3, 5), nn.Linear(5, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.hidden(self.table(tokens)).tanh())
+
+
+@pytest.mark.parametrize("method", [lw.Kron(), lw.Kron(sharing="reduce"), lw.Kron("empirical"), lw.EKron()])
+def test_tokens_have_the_weight_of_their_sample(method):
+    torch.manual_seed(0)
+    net = Tokens().double()
+    tokens = torch.randint(0, 6, (9, 2), generator=torch.Generator().manual_seed(3))
+    y = (tokens + LABELS[:, None]) % 4
+    y[2, 1] = -100
+    likelihood = lw.Categorical(class_dim=-1)
+    assert_same(*both(net, y, likelihood, tokens, method=method, prior=1.0), tokens)
+
+
+def test_convolutions_count_weights():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 4)).double()
+    x = drawn(5, 9, 2, 3, 3)
+    assert_same(*both(net, LABELS, lw.Categorical(), x, prior=1.0), x)
+
+
+def test_fractions_scale_the_curvature_and_the_count(weighted_net):
+    """Equal weights of 1/4 are the data themselves under a dispersion of 4, but for the number of data."""
+    quarter = lw.fit(
+        weighted_net, lw.samples.weighted((X, NUMBERS, torch.full((9,), 0.25))), lw.Gaussian(0.5), prior=1.0
+    )
+    whole = lw.fit(weighted_net, [(X, NUMBERS)], lw.Gaussian(1.0), prior=1.0)
+    assert quarter.base.statistics.data == 2.25
+    assert_close(quarter.functions(X).variance, whole.functions(X).variance)
+
+
+def test_files_hold_a_fractional_number_of_data(weighted_net, tmp_path):
+    weights = torch.full((9,), 0.1)
+    fitted = lw.fit(weighted_net, lw.samples.weighted((X, NUMBERS, weights)), lw.Gaussian(), prior=1.0)
+    fitted.save(tmp_path / "net")
+    assert_close(lw.load(tmp_path / "net", weighted_net).log_evidence(), fitted.log_evidence())
+
+
+def test_training_counts_weights():
+    recipe = lw.recipes.online(epochs=2, rate=0.1)
+    torch.manual_seed(0)
+    start = nn.Linear(3, 4).double()
+    weighted = [(X, lw.samples.Weighted(NUMBERS, COUNTS))]
+    repeated = [(X.repeat_interleave(COUNTS, 0), NUMBERS.repeat_interleave(COUNTS, 0))]
+    one, other = (lw.train(start, data, lw.Gaussian(), recipe=recipe) for data in (weighted, repeated))
+    assert_close(one.model.weight, other.model.weight)
+    assert_close(one.posterior.log_evidence(), other.posterior.log_evidence())
+
+
+def test_labels_that_are_known_in_part_count_once():
+    y = torch.tensor([[1.0, -1, 0], [-1, -1, -1], [0, 0, 1]])
+    count = weighted_count(lw.Bernoulli(ignore_index=-1), torch.zeros(3, 3), y, torch.tensor([2.0, 5, 3]).double())
+    assert float(count) == 5

@@ -23,7 +23,7 @@ PRIORS: dict[str, Any] = {"isotropic": lw.isotropic(0.7), "per_layer": lw.per_la
 SOME = ["mlp", "cnn", "attention", "lstm", "embedding", "token_level", "squeezed"]
 
 
-@pytest.fixture(params=[*SOME, "norms", "tied", "free_parameter"])  # all of them: tests/conformance/test_cases.py
+@pytest.fixture(params=[*SOME, "norms", "tied", "free_parameter"])  # all of them: tests/conformance/test_networks.py
 def case(request: pytest.FixtureRequest) -> Case:
     return BY_NAME[request.param]
 

@@ -1,4 +1,4 @@
-"""Numbers that a user sets."""
+"""Settings that are declared and checked, and states for files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.runtime.settings import FLAG, POSITIVE, integer, is_real
+from lapwing.runtime.state import class_named, saved
+
+# Numbers that a user sets.
 
 
 @pytest.mark.parametrize("value", [3, 2**70, torch.Size([3])[0]])
@@ -116,3 +119,25 @@ def test_posteriors_refuse_other_arguments_and_paths_with_nul() -> None:
     ):  # fmt: skip
         with pytest.raises(lw.LapwingError, match="without NUL characters"):
             use()
+
+
+# Classes that files may name.
+
+
+def test_two_classes_of_one_name_are_refused() -> None:
+    with pytest.raises(lw.errors.UnsupportedError, match=r"already know a class 'Gaussian', from lapwing\.likelihoods"):
+        saved(type("Gaussian", (), {}))
+    assert class_named("Gaussian") is lw.Gaussian
+
+
+def test_a_class_may_be_defined_again() -> None:
+    """As when a notebook cell is run twice."""
+    one, two = (type("DefinedTwice", (), {}) for _ in range(2))
+    saved(one)
+    assert saved(two) is two
+    assert class_named("DefinedTwice") is two
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(lw.errors.FileError, match="names the class 'Nothing', which this version does not have"):
+        class_named("Nothing")

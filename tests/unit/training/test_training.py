@@ -1,8 +1,10 @@
-"""Training with the evidence: what is minimised, what is learned, what is kept."""
+"""Training by the evidence: the loop, recipes, and runs that go on."""
 
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +13,34 @@ from torch import Tensor, nn
 from torch import distributions as d
 
 import lapwing as lw
+from lapwing import errors, recipes
+from lapwing.api import Trained
 from lapwing.priors import PerLayer
+from lapwing.runtime.threads import ProgressBar
 from lapwing.runtime.trace import Trace
+from lapwing.training.state import TrainingState
 from tests import problems
+from tests.attack.damage import Contents
 from tests.cases import BY_NAME
 from tests.references.evidence import Linearised
 from tests.tolerances import assert_close
-from tests.unit.training.settings import CUTS, LAYERS, SIZE, D, Fixup, arrays, flat, kept, mlp, set_to, shuffled
+from tests.unit.training.settings import (
+    CUTS,
+    LAYERS,
+    SIZE,
+    D,
+    Fixup,
+    arrays,
+    dropped,
+    flat,
+    kept,
+    mlp,
+    same,
+    set_to,
+    shuffled,
+)
+
+# Training with the evidence: what is minimised, what is learned, what is kept.
 
 LIKELIHOODS: dict[str, Any] = {"gaussian": lw.Gaussian(), "categorical": lw.Categorical(), "bernoulli": lw.Bernoulli()}
 
@@ -432,3 +455,352 @@ def test_default_recipe_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     default = lw.train(nn.Linear(4, 3), [(x.float(), torch.randn(12, 3))], "regression")
     assert len(default.history) == 2
     assert isinstance(default.posterior.prior.given, PerLayer)
+
+
+# The settings of a training run, what is refused, and what is shown.
+
+
+def test_settings_have_their_place() -> None:
+    recipe = recipes.classic(epochs=7, prior=lw.per_layer(2.0), seed=3)
+    assert (recipe.epochs, recipe.seed, recipe.optimiser) == (7, 3, "lbfgs")
+    assert isinstance(recipe.prior, PerLayer)
+    assert isinstance(recipe.method, lw.Full)
+    with pytest.raises(errors.UnsupportedError, match=r"is 'epoch'; expected one of epochs.*Did you mean 'epochs'"):
+        recipes.online(epoch=3)
+
+
+def test_the_rate_falls_by_a_cosine() -> None:
+    recipe = recipes.online(10, rate=1.0, last_rate=0.2)
+    assert [recipe.rate_at(p) for p in (0.0, 0.5, 1.0, 2.0)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "likelihood", "error", "message"),
+    [
+        (recipes.online, "classification", errors.UnsupportedError, r"recipe is .*expected online\(...\)"),
+        (recipes.Recipe, "classification", errors.UnsupportedError, "recipe is .*expected online"),
+        ("online", "classification", errors.UnsupportedError, "recipe is 'online'"),
+        (None, lw.Categorical, errors.UnsupportedError, "likelihood is the class Categorical"),
+        (None, "classify", errors.UnsupportedError, "likelihood is 'classify'; expected one of"),
+        (None, lw.Gaussian(per_output=True), errors.UnsupportedError, "one noise for all outputs"),
+        (recipes.online(2, prior=lw.priors.g_prior()), "classification", errors.UnsupportedError, "a g-prior depends on the curvature"),  # noqa: E501
+        (recipes.online(2, prior=lw.priors.per_normalised_group()), "classification", errors.UnsupportedError, "per_normalised_group"),  # noqa: E501
+        (recipes.online(2, method=lw.baselines.MapOnly()), "classification", errors.UnsupportedError, r"MapOnly\(\) has no evidence"),  # noqa: E501
+        (None, "regression", errors.DataError, "Gaussian: targets have the shape"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(recipe: Any, likelihood: Any, error: Any, message: str) -> None:
+    model = mlp()
+    with pytest.raises(error, match=message):
+        problems.unchanged(model, lambda: lw.train(model, [arrays("categorical")], likelihood, recipe=recipe))
+
+
+def test_bad_models_and_data() -> None:
+    x, y = arrays("categorical")
+    with pytest.raises(errors.ModelError, match=r"expected a torch\.nn\.Module"):
+        lw.train(lambda x: x, [(x, y)], "classification")  # type: ignore[arg-type]
+    with pytest.raises(errors.DataError, match="data is empty"):
+        lw.train(mlp(), [], "classification")
+    with pytest.raises(errors.DataError, match="one-shot iterator"):
+        lw.train(mlp(), iter([(x, y)]), "classification")
+    with pytest.raises(errors.DataError, match="NaN or infinite"):
+        lw.train(mlp(), [(x * float("nan"), y)], "classification")
+    mixing = nn.Sequential(mlp(), nn.Softmax(0))
+    with pytest.raises(errors.ModelError, match="with the rest of its batch"):
+        lw.train(mixing, [(x, y)], "classification")
+
+
+def recipe() -> recipes.Recipe:
+    values = lambda number: torch.tensor([0.125, 4.0, 2.0], dtype=D)
+    return recipes.online(4, burn_in=2, update=set_to(values))
+
+
+def test_the_bar_shows_loss_evidence_and_precisions(capsys: pytest.CaptureFixture[str]) -> None:
+    trained = lw.train(mlp(), [arrays("categorical")], "classification", recipe=recipe(), progress=True)
+    printed = capsys.readouterr().err
+    assert "training: 100%" in printed
+    assert "4/4" in printed
+    last = trained.history[-1]
+    assert f"loss {last.loss:.4g}, log evidence {last.log_evidence:.6g}, precision 0.12..4" in printed
+    lw.train(mlp(), [arrays("categorical")], "classification", recipe=recipe(), progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_the_bar_is_told_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr(ProgressBar, "show_text", lambda bar, text: texts.append(text))
+    settings = {"prior": lw.isotropic(0.5), "update": kept, "burn_in": 2}
+    history = lw.train(
+        mlp(), [arrays("categorical")], "classification", recipe=recipes.online(4, **settings), progress=True
+    ).history
+    assert texts[:2] == [f"loss {epoch.loss:.4g}" for epoch in history[:2]]  # nothing is known of the evidence yet
+    expected = [f"loss {e.loss:.4g}, log evidence {e.log_evidence:.6g}, precision 0.5" for e in history[2:]]
+    assert texts[2:] == expected
+
+
+def test_a_resumed_bar_starts_where_it_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    data = [arrays("categorical")]
+    state = lw.train(mlp(), data, "classification", recipe=recipes.online(3), progress=False).state
+    lw.train(mlp(), data, "classification", recipe=recipes.online(4), resume=state, progress=True)
+    assert "3/4" in capsys.readouterr().err
+
+
+def test_no_bar_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    assert (
+        len(lw.train(mlp(), [arrays("categorical")], "classification", recipe=recipes.online(2), progress=True).history)
+        == 2
+    )
+    assert capsys.readouterr().err == ""
+
+
+# Equal seeds give equal results; a resumed run ends like an uninterrupted one.
+
+OPTIMISERS = ["adam", "sgd", "lbfgs"]
+DATA = ["batches", "shuffled"]
+
+
+class CrashError(Exception):
+    """An error that ends a run in the middle."""
+
+
+def data(name: str) -> Any:
+    return problems.split(*arrays("gaussian"), CUTS) if name == "batches" else shuffled()
+
+
+def resuming_recipe(optimiser: str, epochs: int = 5, crash: int | None = None, **changes: Any) -> lw.recipes.Recipe:
+    """A constant rate, so that a shorter run is the beginning of a longer one; ``crash`` is an epoch."""
+    calls: list[int] = []
+    climb = lw.tuners.Ascend(steps=5)
+
+    def update(posterior: Any) -> Any:
+        calls.append(1)
+        if crash is not None and len(calls) > crash:
+            raise CrashError
+        return climb(posterior)
+
+    settings = {"rate": 1e-2, "last_rate": 1e-2, "optimiser": optimiser, "update": update}
+    return lw.recipes.online(epochs, **{**settings, **changes})
+
+
+def run(
+    recipe: lw.recipes.Recipe, source: Any, noise: int = 0, model: nn.Module | None = None, **settings: Any
+) -> Trained:
+    """Train, starting with the global generator in an arbitrary state."""
+    model = dropped() if model is None else model
+    torch.manual_seed(noise)
+    return lw.train(model, source, "regression", recipe=recipe, **settings)
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_equal_seeds_give_equal_results(optimiser: str) -> None:
+    """With dropout and a shuffling loader, from any state of the global generator; other seeds give other results."""
+    one, two = (run(resuming_recipe(optimiser, 3), shuffled(), noise=noise) for noise in (1, 2))
+    same(one, two)
+    other = run(resuming_recipe(optimiser, 3, seed=1), shuffled(), noise=1)
+    assert float((flat(one.model) - flat(other.model)).abs().max()) > 1e-4
+    assert one.history[0].loss != other.history[0].loss
+
+
+def test_epochs_differ_from_each_other() -> None:
+    """A seed for each epoch, and not one for all: with weights and noise at rest the losses still differ."""
+    still = run(
+        resuming_recipe("sgd", 3, rate=1e-15, last_rate=1e-15, update=kept, prior=lw.isotropic(1e-9)), shuffled()
+    )
+    assert abs(still.history[1].loss / still.history[2].loss - 1) > 1e-6
+
+
+def test_random_numbers_of_the_caller_are_left_alone() -> None:
+    """A list of batches draws no random numbers, so the global generator must not change."""
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    model, source = dropped(), data("batches")
+    torch.manual_seed(5)
+    lw.train(model, source, "regression", recipe=resuming_recipe("adam", 2))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("source", DATA)
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_resuming_from_memory(optimiser: str, source: str) -> None:
+    whole = run(resuming_recipe(optimiser), data(source), noise=1)
+    first = run(resuming_recipe(optimiser, 2), data(source), noise=2)
+    assert first.state.epoch == 2
+    assert first.history == whole.history[:2]
+    model = dropped()
+    second = problems.unchanged(
+        model, lambda: run(resuming_recipe(optimiser), data(source), noise=3, model=model, resume=first.state)
+    )
+    same(second, whole)
+    again = run(resuming_recipe(optimiser), data(source), noise=4, resume=first.state)  # the state was not used up
+    same(again, whole)
+
+
+@pytest.mark.parametrize("source", DATA)
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_resuming_after_a_crash(optimiser: str, source: str, tmp_path: Path) -> None:
+    """With a falling learning rate, and an update after every other epoch from the second on."""
+    settings = {"rate": 2e-2, "last_rate": 1e-3, "burn_in": 1, "frequency": 2}
+    whole = run(resuming_recipe(optimiser, 6, **settings), data(source), noise=1)
+    path = tmp_path / "run.state"
+    with pytest.raises(CrashError):
+        run(resuming_recipe(optimiser, 6, crash=1, **settings), data(source), noise=2, checkpoint=path)
+    assert TrainingState.load(path).epoch == 3
+    resumed = run(resuming_recipe(optimiser, 6, **settings), data(source), noise=3, resume=path, checkpoint=str(path))
+    same(resumed, whole)
+    assert TrainingState.load(path).epoch == 6
+    assert list(tmp_path.iterdir()) == [path]
+    same(
+        run(resuming_recipe(optimiser, 6, **settings), data(source), noise=4, resume=str(path)), whole
+    )  # nothing left to do
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_the_best_moment_may_lie_before_the_crash(best: bool, tmp_path: Path) -> None:
+    """The learning rate is so large that the evidence jumps; which epoch is best depends on rounding."""
+    settings = {"rate": 1.0, "last_rate": 1.0, "keep_best": best, "update": lw.tuners.Ascend(steps=5)}
+    whole = run(resuming_recipe("sgd", 4, **settings), data("batches"))
+    first = run(resuming_recipe("sgd", 2, **settings), data("batches"), checkpoint=tmp_path / "state")
+    second = run(resuming_recipe("sgd", 4, **settings), data("batches"), resume=tmp_path / "state")
+    same(second, whole)
+    before = [epoch.log_evidence for epoch in whole.history[:2]]
+    assert first.state.best["evidence"] == pytest.approx(max(before) if best else before[1])
+
+
+def test_buffers_are_resumed_too() -> None:
+    build = BY_NAME["norms"].build
+    source = problems.split(*arrays("gaussian"), CUTS)
+    whole = run(resuming_recipe("adam", 3), source, model=build())
+    first = run(resuming_recipe("adam", 1), source, model=build())
+    same(run(resuming_recipe("adam", 3), source, model=build(), resume=first.state), whole)
+
+
+def test_a_state_is_its_file(tmp_path: Path) -> None:
+    state = run(resuming_recipe("adam", 2), data("batches")).state
+    state.save(tmp_path / "state")
+    read = TrainingState.load(tmp_path / "state")
+    assert read.history == state.history
+    assert read.epoch == 2
+    assert all(torch.equal(value, read.weights[name]) for name, value in state.weights.items())
+    assert torch.equal(read.precision, state.precision)
+    assert read.noise is not None
+    assert torch.equal(read.noise, state.noise)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_stays_whole_while_the_next_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state"
+    run(resuming_recipe("adam", 1), data("batches"), checkpoint=path)
+    before = path.read_bytes()
+
+    def crash(*_: Any) -> None:
+        raise CrashError
+
+    monkeypatch.setattr("os.replace", crash)
+    with pytest.raises(CrashError):
+        run(resuming_recipe("adam", 2), data("batches"), resume=path, checkpoint=path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_that_are_no_state(tmp_path: Path) -> None:
+    path, good = tmp_path / "state", tmp_path / "good"
+    run(resuming_recipe("adam", 1), data("batches"), checkpoint=good)
+    whole = good.read_bytes()
+    opened = tmp_path / "opened"
+
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (opened,))
+
+    torch.save({"weights": Trap()}, path)  # code in a file is not run
+    foreign = {
+        "cut": whole[: len(whole) // 2],
+        "empty": b"",
+        "text": b"not a state at all",
+        "pickle": path.read_bytes(),
+    }
+    for content in foreign.values():
+        path.write_bytes(content)
+        with pytest.raises(lw.errors.FileError, match=r"cannot be read: .* Expected a file with a Lapwing training"):
+            run(resuming_recipe("adam", 2), data("batches"), resume=path)
+    assert not opened.exists()
+
+
+DAMAGE: dict[str, Any] = {
+    "epoch -5": lambda file: file.root["settings"].update(epoch=-5),
+    "more epochs than recorded": lambda file: file.root["settings"].update(epoch=2),
+    "a setting too many": lambda file: file.root["settings"].update(extra=1),
+    "no precision": lambda file: file.tensors.pop("precision"),
+    "negative precision": lambda file: file.tensors["precision"].neg_(),
+    "negative noise": lambda file: file.tensors["noise"].neg_(),
+    "noise of the best epoch not finite": lambda file: file.tensors["best.noise"].fill_(torch.inf),
+    "negative moment": lambda file: file.tensors["optimiser.0.exp_avg_sq"].neg_(),
+    "weight not finite": lambda file: file.tensors["weights.0.weight"].fill_(torch.nan),
+    "weight of the best epoch not finite": lambda file: file.tensors["best.weights.0.weight"].fill_(torch.nan),
+    "weight in another dtype": lambda file: file.tensors.update({"weights.0.bias": torch.zeros(6)}),
+    "moment of another shape": lambda file: file.tensors.update({"optimiser.0.exp_avg": torch.zeros(6, dtype=D)}),
+    "loss not finite": lambda file: file.root["settings"]["history"][0].update(loss=float("inf")),
+    "another optimiser": lambda file: file.root["parts"]["recipe"]["settings"].update(optimiser="momentum"),
+    "prior of another kind": lambda file: file.root["parts"]["recipe"]["parts"]["prior"].update(name="Gaussian"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_checkpoint_with_impossible_values(damage: str, tmp_path: Path) -> None:
+    """With the right checksum: the values themselves are checked."""
+    path = tmp_path / "state"
+    run(resuming_recipe("adam", 1), data("batches"), checkpoint=path)
+    file = Contents.of(path.read_bytes())
+    DAMAGE[damage](file)
+    path.write_bytes(file.packed())
+    with pytest.raises(lw.LapwingError, match="is damaged"):
+        run(resuming_recipe("adam", 2), data("batches"), resume=path)
+
+
+def test_a_checkpoint_without_a_place(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        run(resuming_recipe("adam", 2), data("batches"), resume=tmp_path / "nowhere")
+    with pytest.raises(lw.errors.FileError, match="no folder for the checkpoint"):
+        run(resuming_recipe("adam", 2), data("batches"), checkpoint=tmp_path / "nowhere" / "state")
+
+
+def test_states_of_another_run() -> None:
+    """Another network, optimiser, prior or likelihood: each is recognised, and the given model is not changed."""
+    state = run(resuming_recipe("adam", 1), data("batches")).state
+    model = dropped()
+
+    def resumed(recipe: lw.recipes.Recipe, likelihood: str = "regression", net: nn.Module = model) -> None:
+        kind = "gaussian" if likelihood == "regression" else "categorical"
+        with pytest.raises(
+            lw.errors.DataError, match="this training state belongs to another model or recipe"
+        ) as error:
+            problems.unchanged(net, lambda: lw.train(net, [arrays(kind)], likelihood, recipe=recipe, resume=state))
+        seen.append(str(error.value))
+
+    seen: list[str] = []
+    resumed(resuming_recipe("adam"), net=mlp())
+    resumed(
+        resuming_recipe("adam"), net=nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Dropout(0.3), nn.Linear(7, 3)).to(D)
+    )
+    resumed(resuming_recipe("adam"), net=nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(D))
+    resumed(resuming_recipe("sgd"))
+    resumed(resuming_recipe("lbfgs"))
+    resumed(resuming_recipe("adam", prior=lw.isotropic()))
+    resumed(resuming_recipe("adam", prior=lw.priors.diagonal(), method=lw.Diagonal()))
+    resumed(resuming_recipe("adam"), "classification")
+    resumed(resuming_recipe("adam", seed=3))
+    resumed(resuming_recipe("adam", prior=lw.per_layer(2.0)))
+    resumed(resuming_recipe("adam", prior=lw.per_layer(mean=0.5)))
+    resumed(resuming_recipe("adam", method=lw.Diagonal()))
+    words = ("other weights", "(6, 4)", "other weights", "not sgd", "not lbfgs", "not the present Isotropic",
+             "its method is 'Kron'", "its likelihood is 'Gaussian'", "its seed is 0, not 3", "other precisions",
+             "another mean", "not Diagonal")  # fmt: skip
+    for message, word in zip(seen, words, strict=True):
+        assert word in message
+
+
+def test_more_epochs_and_other_rates_are_allowed() -> None:
+    state = run(resuming_recipe("adam", 2), data("batches")).state
+    assert run(resuming_recipe("adam", 3, rate=1e-4, last_rate=1e-4), data("batches"), resume=state).state.epoch == 3
+    with pytest.raises(lw.errors.DataError, match="finished 2 epochs and the recipe has 1"):
+        run(resuming_recipe("adam", 1), data("batches"), resume=state)

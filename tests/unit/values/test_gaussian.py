@@ -1,17 +1,21 @@
-"""The Gaussian belief about outputs."""
+"""Gaussian beliefs about outputs, chosen ones, images and drawn functions."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.values.gaussian import Deferred, FunctionGaussian, psd_root
+from lapwing.errors import DataError, NumericalError, UnsupportedError
+from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, ImageForm, pixels, psd_root
 from tests.tolerances import SOLVED, assert_close, assert_within
+
+# The Gaussian belief about outputs.
 
 D = torch.float64
 B, C = 3, 2
@@ -168,3 +172,255 @@ def test_slopes_of_draws_where_eigenvalues_repeat() -> None:
         step = 1e-4
         up, down = (float(draw(cov(torch.tensor(h, dtype=D))).sin().sum()) for h in (step, -step))
         assert float(slope) == pytest.approx((up - down) / (2 * step), rel=1e-4)
+
+
+# Chosen outputs: which numbers are taken, and which are refused.
+
+CPU = torch.device("cpu")
+
+
+def given(outputs: Any, tokens: Any = None, shape: tuple[int, ...] = (4,)) -> ChosenOutputs:
+    chosen = ChosenOutputs.given(outputs, tokens, shape, CPU)
+    assert chosen is not None
+    return chosen
+
+
+def belief(*shape: int) -> FunctionGaussian:
+    """A belief about outputs (B, [T,] C) of which no two numbers are the same."""
+    generator = torch.Generator().manual_seed(1)
+    root = torch.randn(*shape, shape[-1], generator=generator)
+    return FunctionGaussian(torch.randn(*shape, generator=generator), root @ root.mT)
+
+
+def picked(whole: FunctionGaussian, places: list[list[tuple[int, ...]]]) -> tuple[Tensor, Tensor]:
+    """Pick mean and covariance one by one: ``places`` has for each input the places of the chosen outputs."""
+    means = [[whole.mean[(b, *place)] for place in row] for b, row in enumerate(places)]
+    covs = [[[whole.cov[(b, *p, q[-1])] for q in row] for p in row] for b, row in enumerate(places)]
+    return torch.tensor(means), torch.tensor(covs)
+
+
+@pytest.mark.parametrize(
+    "outputs", [[3, 1], (0,), range(4), [2, 2], np.array([1, 0]), torch.tensor([[0, 1], [3, 2], [1, 1]])]
+)
+def test_rows_and_columns_are_taken_in_the_order_given(outputs: Any) -> None:
+    whole, rows = belief(3, 4), torch.as_tensor(outputs).expand(3, -1).tolist()
+    some = whole.chosen(given(outputs))
+    mean, cov = picked(whole, [[(c,) for c in row] for row in rows])
+    assert torch.equal(some.mean, mean)
+    assert torch.equal(some.cov, cov)
+
+
+@pytest.mark.parametrize("tokens", [[4, 0], torch.tensor([[1, 2], [0, 0], [4, 3]])])
+@pytest.mark.parametrize("each", [False, True])
+def test_tokens_and_outputs_of_each(tokens: Any, each: bool) -> None:
+    whole = belief(3, 5, 4)
+    positions = torch.as_tensor(tokens).expand(3, -1)
+    outputs = torch.randint(0, 4, (3, 2, 3) if each else (3,), generator=torch.Generator().manual_seed(2))
+    some = whole.chosen(given(outputs, tokens, (5, 4)))
+    assert some.mean.shape == (3, 2, 3)
+    assert some.cov.shape == (3, 2, 3, 3)
+    for b in range(3):
+        for s in range(2):
+            token, classes = int(positions[b, s]), (outputs[b, s] if each else outputs)
+            assert torch.equal(some.mean[b, s], whole.mean[b, token, classes])
+            assert torch.equal(some.cov[b, s], whole.cov[b, token][classes][:, classes])
+
+
+def test_tokens_alone_have_all_outputs() -> None:
+    whole = belief(3, 5, 4)
+    some = whole.chosen(given(None, [2], (5, 4)))
+    assert torch.equal(some.mean, whole.mean[:, [2]])
+    assert torch.equal(some.cov, whole.cov[:, [2]])
+
+
+def test_joint_rows_and_columns() -> None:
+    generator = torch.Generator().manual_seed(1)
+    root = torch.randn(12, 12, generator=generator)
+    whole = FunctionGaussian.across(torch.randn(3, 4, generator=generator), root @ root.mT)
+    outputs = torch.tensor([[0, 1], [3, 2], [1, 1]])
+    some = whole.chosen(given(outputs))
+    for b in range(3):
+        for a in range(3):
+            assert torch.equal(some.cov[b, :, a], whole.cov[b, outputs[b]][:, a, outputs[a]])
+
+
+def test_seeds_pick_the_outputs() -> None:
+    f = belief(3, 5, 4).mean
+    chosen = given([3, 1], [[0, 1], [4, 4], [2, 0]], (5, 4))
+    assert torch.equal(torch.einsum("kbtc,btc->bk", chosen.seeds(f), f), chosen.of(f).flatten(1))
+    shared = given([3, 1]).seeds(f[:, 0])
+    assert shared.stride(1) == 0  # one row for all inputs, not a copy for each
+
+
+REFUSED = [
+    ([4], None, "outputs has 4; expected numbers of outputs from 0 to 3"),
+    ([0, -1], None, "outputs has -1; expected numbers of outputs from 0 to 3"),
+    ([0.5], None, r"outputs is \[0.5\]; expected numbers"),
+    ([True, False, True, True], None, "outputs is .*; expected numbers"),
+    ([], None, "outputs is .*; expected numbers"),
+    (2, None, r"outputs is 2; expected numbers of outputs from 0 to 3, of shape \(k,\), or \(B, k\)"),
+    ("top", None, "outputs is 'top'; expected numbers"),
+    (torch.zeros(2, 1, 1, dtype=torch.long), None, "expected numbers"),
+    ([0], [0], r"tokens were chosen and the outputs are \(B, C\)"),
+]
+
+
+@pytest.mark.parametrize(("outputs", "tokens", "message"), REFUSED)
+def test_what_is_no_choice_is_refused(outputs: Any, tokens: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        given(outputs, tokens)
+
+
+def test_tokens_that_do_not_exist_are_refused() -> None:
+    f = belief(3, 5, 4).mean
+    for tokens, message in (([5], "token 5 was chosen of 5; expected numbers from 0 to 4"), ([-1], "tokens has -1")):
+        with pytest.raises(DataError, match=message):
+            given(None, tokens, (5, 4)).of(f)
+    with pytest.raises(DataError, match=r"outputs have the shape \(3, 2, 1\) for 5 tokens; expected \(B, 5, k\)"):
+        given(torch.zeros(3, 2, 1, dtype=torch.long), None, (5, 4)).of(f)
+
+
+def test_numbers_for_other_inputs_are_refused() -> None:
+    with pytest.raises(DataError, match=r"outputs have the shape \(2, 1\) for 3 inputs; expected \(3, ...\)"):
+        given([[0], [1]]).refuse_other(3)
+
+
+# The form of images: pixels and back, of outputs, labels, covariances and beliefs.
+
+SIZES = {2: (2, 5), 3: (4, 2, 5)}
+
+
+def images(dims: int) -> torch.Tensor:
+    return torch.randn(6, 3, *SIZES[dims], dtype=torch.float64, generator=torch.Generator().manual_seed(dims))
+
+
+@pytest.mark.parametrize("dims", SIZES)
+def test_pixels_and_back(dims: int) -> None:
+    given, form = images(dims), ImageForm(SIZES[dims])
+    flat = pixels(given)
+    assert flat.shape == (6, form.count, 3)
+    assert torch.equal(flat[4, 7], given.flatten(2)[4, :, 7])
+    assert torch.equal(form.outputs(flat), given)
+    assert torch.equal(form.outputs(torch.stack([flat, 2 * flat])), torch.stack([given, 2 * given]))
+    assert torch.equal(form.labels(flat[..., 1]), given[:, 1])
+    cov = flat.unsqueeze(-1) * flat.unsqueeze(-2)
+    blocks = form.blocks(cov)
+    assert blocks.shape == (6, *SIZES[dims], 3, 3)
+    assert torch.equal(blocks.flatten(1, dims), cov)
+
+
+def test_pixels_are_a_view_in_both_orders_of_memory() -> None:
+    given = images(2)
+    assert pixels(given).data_ptr() == given.data_ptr()
+    last = given.to(memory_format=torch.channels_last)
+    assert pixels(last).data_ptr() == last.data_ptr()
+    assert torch.equal(pixels(last), pixels(given))
+
+
+@pytest.mark.parametrize("dims", SIZES)
+def test_targets(dims: int) -> None:
+    given, form = images(dims), ImageForm(SIZES[dims])
+    assert torch.equal(form.targets(given), pixels(given))
+    assert torch.equal(form.targets(given[:, 1]), pixels(given)[..., 1])
+    for wrong in (given.mT, given[..., 1:], given[None], given[:, 0, 0], given.flatten(2)):
+        with pytest.raises(DataError, match=f"the outputs are images of {form}; expected"):
+            form.targets(wrong)
+
+
+def test_another_number_of_pixels_is_refused() -> None:
+    with pytest.raises(DataError, match=r"12 pixels for images of 2 x 5; expected 10"):
+        ImageForm((2, 5)).outputs(torch.zeros(6, 12, 3))
+
+
+def beliefs(joint: bool) -> tuple[FunctionGaussian, FunctionGaussian]:
+    """Return a belief about the pixels of two images, and the same about the images."""
+    gen = torch.Generator().manual_seed(0)
+    mean = torch.randn(2, 10, 3, dtype=torch.float64, generator=gen)
+    root = torch.randn(60, 60, dtype=torch.float64, generator=gen)
+    together = FunctionGaussian.across(mean, root @ root.T)
+    flat = together if joint else together.marginal
+    return flat, ImageForm((2, 5)).belief(flat)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("first", ["cov", "variance", "centred_variance"])
+def test_members_of_a_belief_in_any_order(joint: bool, first: str) -> None:
+    """A covariance that was computed is used for the variances: both ways must give one shape."""
+    flat, belief = beliefs(joint)
+    getattr(belief, first)
+    form = ImageForm((2, 5))
+    assert_close(belief.variance, form.outputs(flat.variance))
+    assert_close(belief.std, form.outputs(flat.std))
+    assert_close(belief.centred_variance, form.outputs(flat.centred_variance))
+    assert_close(belief.marginal.cov, form.blocks(flat.marginal.cov))
+    assert_close(belief.marginal.variance, form.outputs(flat.variance))
+    widened = belief.widened(4.0)
+    assert_close(widened.cov, 4 * belief.cov)
+    assert_close(widened.std, 2 * belief.std)
+
+
+def test_a_joint_belief_has_the_shape_of_the_mean_twice() -> None:
+    flat, belief = beliefs(True)
+    assert belief.cov.shape == (2, 3, 2, 5, 2, 3, 2, 5)
+    assert_close(belief.cov[1, 2, 0, 4, 0, 1, 1, 3], flat.cov[1, 4, 2, 0, 8, 1])
+    draws = belief.sample(20_000, torch.Generator().manual_seed(1)).flatten(1) - belief.mean.flatten()
+    cov = belief.cov.reshape(60, 60)
+    assert float((draws.T @ draws / len(draws) - cov).abs().max() / cov.abs().max()) < 0.08  # 8 standard errors
+
+
+def test_a_covariance_of_another_shape_is_refused() -> None:
+    mean = torch.zeros(6, 3, 2, 5)
+    FunctionGaussian(mean, torch.zeros(6, 2, 5, 3, 3), outputs_dim=1)
+    with pytest.raises(DataError, match=r"expected \(6, 2, 5, 3, 3\)"):
+        FunctionGaussian(mean, torch.zeros(6, 3, 2, 5, 5), outputs_dim=1)
+
+
+# Beliefs made of pairs of functions against the functions written out.
+
+K, FUNCTION_SAMPLES_B, FUNCTION_SAMPLES_C = 4, 3, 5
+
+
+def function_samples_belief(tokens: bool = False) -> FunctionSamples:
+    generator = torch.Generator().manual_seed(3)
+    shape = (FUNCTION_SAMPLES_B, 2, FUNCTION_SAMPLES_C) if tokens else (FUNCTION_SAMPLES_B, FUNCTION_SAMPLES_C)
+    draw = lambda *size: torch.randn(*size, dtype=D, generator=generator)
+    return FunctionSamples.of(draw(*shape), draw(K, *shape))
+
+
+def test_functions_are_the_mean_plus_and_minus_the_steps() -> None:
+    b = function_samples_belief().scaled(0.5).widened(4.0)
+    expected = torch.stack([0.5 * (b.mean + sign * 2.0 * step) for sign in (1, -1) for step in b.steps])
+    assert_close(b.functions(slice(None)), expected)
+    assert_close(b.functions(slice(1, 3)), expected[[1, 2, K + 1, K + 2]])
+
+
+def test_the_gaussian_has_their_mean_and_covariance() -> None:
+    b = function_samples_belief().scaled(0.5).widened(4.0)
+    functions = b.functions(slice(None))
+    assert_close(b.gaussian.mean, functions.mean(0))
+    gap = functions - functions.mean(0)
+    assert_close(b.gaussian.cov, torch.einsum("nbc,nbd->bcd", gap, gap) / len(functions))
+    assert_close(b.gaussian.variance, gap.square().mean(0))
+
+
+def test_spreads_are_variances_between_outputs() -> None:
+    assert_close(
+        function_samples_belief().spreads,
+        (function_samples_belief().steps - function_samples_belief().steps.mean(-1, keepdim=True)).square().mean(-1),
+    )
+
+
+def test_without_width_there_are_no_draws() -> None:
+    assert function_samples_belief().pairs == K
+    assert function_samples_belief().widened(0.0).pairs == 0
+
+
+def test_rows_and_joined_undo_each_other() -> None:
+    b = function_samples_belief(tokens=True)
+    parts = [b.rows(torch.tensor([0])), b.rows(torch.tensor([1, 2]))]
+    whole = FunctionSamples.concat(parts)
+    for one, other in ((whole.mean, b.mean), (whole.steps, b.steps), (whole.spreads, b.spreads)):
+        assert torch.equal(one, other)
+    tokens = b.rows((torch.tensor([0, 2]), torch.tensor([1, 1])))
+    assert torch.equal(tokens.steps, b.steps[:, [0, 2], [1, 1]])
+    assert torch.equal(tokens.spreads, b.spreads[:, [0, 2], [1, 1]])

@@ -1,8 +1,4 @@
-"""Predictions that do not depend on the scale of weights which the network ignores (Antorán et al. 2022, section 4).
-
-A normalised group of weights is multiplied by k, with the running statistics after it where there are any: the network
-is the same function. With one precision for each group the posterior must be the same too; with one for all it is not.
-"""
+"""Laws that take long: memory, scales and threads."""
 
 from __future__ import annotations
 
@@ -14,8 +10,25 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from benchmarks import memory
+from benchmarks.peak import held
+from lapwing.errors import UnsupportedError
+from lapwing.runtime.threads import FORWARD_MODE
 from tests import problems
+from tests.attack.memory import grown
+from tests.attack.threads import SPECIAL, at_once, fit_task, predictions, train_task
+from tests.conformance.declared import SMALL
+from tests.conformance.test_every_method import NEW, everything
+from tests.conformance.test_every_method import fitted as memory_fitted
 from tests.references import dense
+from tests.tolerances import SOLVED, assert_close
+
+# Predictions that do not depend on the scale of weights which the network ignores (Antorán et al. 2022, section 4).
+#
+# A normalised group of weights is multiplied by k, with the running statistics after it where there are any: the
+# network
+# is the same function. With one precision for each group the posterior must be the same too; with one for all it is
+# not.
 
 D = torch.float64
 KINDS = ["layer norm", "batch norm", "classifier"]
@@ -268,3 +281,88 @@ def test_weight_norm() -> None:
     assert max(gap("classifier", other, one)) <= 1e-6
     single = [fitted("classifier", model(k), "full", lw.isotropic(1.0), lw.tuners.LinearMode()) for k in (1.0, factor)]
     assert gap("classifier", *single)[1] > 1e-2
+
+
+# The byte budget, for every registered method: it is kept, and it changes no result.
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_budget_changes_no_result(name: str) -> None:
+    """With one byte, everything is done in the smallest pieces: seven data and two inputs make several of them.
+
+    With fewer data than a layer has inputs, several eigenvalues of a factor of Kron are zero and rounding chooses their
+    eigenvectors: the same covariance by another root, and so other draws.
+    """
+    inputs = NEW[:2]
+    with lw.memory.limited(1):
+        found = everything(memory_fitted(name, (7,)), inputs, torch.Generator().manual_seed(5))
+    wanted = everything(memory_fitted(name, (7,)), inputs, torch.Generator().manual_seed(5))
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other, SOLVED)
+
+
+@cache
+def network(name: str) -> memory.Case:
+    return memory.case(name)
+
+
+NARROW = ("map_only", "ensemble", "dropout", "swag", "hfl")  # tried with the first network too; others take longer
+
+
+def measured_pairs() -> list[tuple[str, str]]:
+    """Return networks and methods."""
+    pairs = [(case, name) for case in memory.NETWORKS for name in SMALL if not memory.left_out(name, case)]
+    return [(case, name) for case, name in pairs if name in NARROW or case != "narrow MLP"]
+
+
+@pytest.mark.parametrize(("case", "name"), measured_pairs())
+def test_no_call_takes_more_than_the_budget_and_its_answer(case: str, name: str) -> None:
+    """Bytes of PyTorch's allocator, which follow from shapes; the rules for methods are in docs/scale.md."""
+    here, budget = network(case), memory.budget_of(name)
+    method = memory.methods(here.model)[name]
+    try:
+        for what, found in memory.measured(name, here, budget):
+            more = memory.allowed(name, method, here, what)
+            assert found.taken <= budget + more, f"{what}: {found.taken} bytes, budget {budget}, held {more}"
+    except UnsupportedError as error:
+        assert "tokens" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("case", memory.NETWORKS)
+def test_without_a_budget_calls_take_more(case: str) -> None:
+    """Otherwise the test above would say nothing. A fit reserves a block that it never writes, which does not count."""
+    found = dict(memory.measured("kron", network(case), 2**32))
+    assert min(found["fit"].most, found["predict"].most) > 1.5 * memory.BUDGET
+
+
+def test_a_mixture_keeps_the_budget() -> None:
+    """The default fit with validation data: scores of cells are kept for every row, twice while they are joined."""
+    here, rows, cells, budget = network("wide MLP"), 16, 256, memory.BUDGET // 2
+    train, held_out = ([(here.x[part], here.y[part])] for part in (slice(0, rows), slice(rows, 2 * rows)))
+    with lw.memory.limited(budget):
+        fitted = held(lambda: lw.fit(here.model, train, "classification", method=lw.Diagonal(), validation=held_out))
+        asked = held(lambda: memory.probabilities(fitted.result, here.x))
+    assert fitted.taken <= budget + 16 * rows * cells
+    assert asked.taken <= budget
+
+
+# Every method from eight threads at once: the short form of ``python -m tests.attack threads``.
+
+
+@pytest.mark.parametrize("name", [*SMALL, *SPECIAL])
+def test_predictions_are_the_serial_ones(name: str) -> None:
+    assert predictions(name, 1 if name == "hfl" else 3).faults == ()
+
+
+def test_different_models_at_once() -> None:
+    tasks = [fit_task("kron", 0), fit_task("ensemble", 1), *(train_task(seed) for seed in range(3))]
+    assert at_once(tasks, 2).faults == ()
+
+
+def test_no_lock_stays_taken() -> None:
+    assert FORWARD_MODE.acquire(blocking=False)
+    FORWARD_MODE.release()
+
+
+def test_memory_does_not_grow() -> None:
+    assert grown(10, 20)[1] <= 0

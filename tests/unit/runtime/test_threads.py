@@ -1,0 +1,328 @@
+"""Random numbers, switches and progress in several threads."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from lapwing.runtime.threads import (
+    EarlyStopping,
+    ProgressBar,
+    Stream,
+    global_seed,
+    math_attention,
+    own_kernels,
+    quiet,
+    shows_progress,
+    undisturbed,
+)
+from tests.attack.surroundings import settings
+
+# Random numbers of code that draws from the global generators, in several threads.
+
+CPU = torch.device("cpu")
+
+
+def drawn(seed: int) -> torch.Tensor:
+    """Draw in several blocks of one stream."""
+    stream, parts = Stream(seed, CPU), []
+    for _ in range(20):
+        with stream.drawing():
+            parts.append(torch.rand(3))
+    return torch.cat(parts)
+
+
+def test_a_stream_continues_and_leaves_the_global_state() -> None:
+    before = torch.get_rng_state()
+    numbers = drawn(5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert torch.equal(numbers, torch.rand(60))
+
+
+def test_streams_in_many_threads() -> None:
+    before = torch.get_rng_state()
+    expected = [drawn(seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(drawn, list(range(8)) * 6))
+    assert all(torch.equal(one, expected[number % 8]) for number, one in enumerate(results))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_error_restores_the_global_state() -> None:
+    before = torch.get_rng_state()
+
+    def fail() -> None:
+        with global_seed(3, CPU):
+            torch.rand(3)
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_readers_do_not_meet_a_stream() -> None:
+    """A loader that draws in one thread waits for the stream of another; loaders do not wait for each other."""
+    order: list[str] = []
+    inside = threading.Event()
+
+    def read(_: Any) -> None:
+        inside.wait()
+        with undisturbed(), undisturbed():
+            order.append("read")
+
+    threads = [threading.Thread(target=read, args=(None,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    with global_seed(1, CPU), undisturbed():
+        inside.set()
+        for thread in threads:
+            thread.join(0.02)
+        order.append("drawn")
+    for thread in threads:
+        thread.join(10)
+    assert order == ["drawn", "read", "read", "read"]
+
+
+def test_readers_that_never_pause_do_not_keep_a_stream_waiting() -> None:
+    """A reader that comes while a stream waits goes after it, or overlapping readers would starve it."""
+    order: list[str] = []
+    reading, over = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with undisturbed():
+            reading.set()
+            over.wait(10)
+
+    def stream() -> None:
+        with global_seed(1, CPU):
+            order.append("stream")
+
+    def second() -> None:
+        with undisturbed():
+            order.append("reader")
+
+    threads = [threading.Thread(target=each) for each in (first, stream, second)]
+    threads[0].start()
+    assert reading.wait(10)
+    for thread in threads[1:]:  # each has the time to ask for its turn
+        thread.start()
+        thread.join(0.1)
+    assert order == []
+    over.set()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["stream", "reader"]
+
+
+def test_two_loaders_that_start_streams_of_their_own() -> None:
+    """Each waits for the other's turn as a reader to end, and does not count as one meanwhile."""
+    both = threading.Barrier(2, timeout=10)
+
+    def work(seed: int) -> torch.Tensor:
+        with undisturbed():
+            both.wait()
+            return drawn(seed)
+
+    with ThreadPoolExecutor(2) as pool:
+        for seed, numbers in enumerate(pool.map(work, range(2))):
+            assert torch.equal(numbers, drawn(seed))
+
+
+# Settings of the process that several threads need at once.
+
+
+def test_the_last_thread_restores() -> None:
+    """Threads that save and restore each for itself leave oneDNN off here."""
+    before = settings()
+    entered, leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with own_kernels, quiet, math_attention:
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    entered.wait()
+    with own_kernels, quiet, math_attention:
+        leave.set()
+        thread.join()
+        assert not torch._C._get_mkldnn_enabled()
+        assert not torch.backends.cuda.flash_sdp_enabled()
+        assert warnings.filters[0][0] == "ignore"
+    after = settings()
+    assert {key for key in before if before[key] != after[key]} == set()
+
+
+# The progress bar.
+
+
+@pytest.mark.parametrize("visible", [False, True])
+def test_it_yields_all_items(visible: bool) -> None:
+    assert list(ProgressBar(range(4), "learning", visible)) == [0, 1, 2, 3]
+    assert list(ProgressBar(["a", "b"], "learning", visible)) == ["a", "b"]
+    assert list(ProgressBar([], "learning", visible)) == []
+
+
+def test_a_bar_shows_its_label_and_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar(range(3), "inducing points", visible=True, leave=True)
+    for _ in bar:
+        bar.show(objective=12.3456789, KL=0.5)
+    printed = capsys.readouterr().err
+    assert "inducing points: 100%" in printed
+    assert "3/3" in printed
+    assert "objective=12.346, KL=0.5" in printed
+
+
+def test_text_is_shown_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar(range(3), "learning", visible=True)
+    for number in bar:
+        bar.show_text(f"loss is {number}")
+        assert f"loss is {number}" in capsys.readouterr().err
+
+
+def test_items_that_an_earlier_run_has_done(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(ProgressBar(range(2, 5), "learning", visible=True, first=2)) == [2, 3, 4]
+    assert "2/5" in capsys.readouterr().err
+
+
+def test_items_without_a_length(capsys: pytest.CaptureFixture[str]) -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[int]:
+            return iter((1, 2))
+
+    assert list(ProgressBar(Stream(), "learning", visible=True, leave=True)) == [1, 2]
+    assert "2it" in capsys.readouterr().err
+
+
+def test_without_a_bar_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar(range(3), "inducing points", visible=False)
+    for _ in bar:
+        bar.show(objective=1.0)
+        bar.show_text("a text")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_is_closed_when_work_ends_early(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last thing it writes clears its line."""
+    for step in ProgressBar(range(9), "learning", visible=True):
+        if step == 2:
+            break
+    printed = capsys.readouterr().err
+    assert "learning" in printed
+    assert printed.rsplit("\r", 2)[-2].strip() == ""
+
+
+def test_without_tqdm_it_yields_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    bar = ProgressBar(range(2), "learning", visible=True)
+    for _ in bar:
+        bar.show(objective=1.0)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_bars_are_for_terminals_unless_asked_for(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    assert shows_progress(None) is terminal
+    assert shows_progress(True)
+    assert not shows_progress(False)
+
+
+# Early stopping: the best state on held-out data.
+
+
+class Course:
+    """Scores in order; the state is the number of the last score that was evaluated."""
+
+    def __init__(self, *scores: float) -> None:
+        self.scores, self.last = scores, -1
+
+    def evaluate(self) -> tuple[float, int]:
+        self.last += 1
+        return self.scores[self.last], self.last
+
+
+def stopping_on(course: Course, every: int = 1, patience: int = 2) -> EarlyStopping[int]:
+    return EarlyStopping(course.evaluate, every, patience)
+
+
+def run(stopping: EarlyStopping[int], steps: int) -> int:
+    """Return how many steps were taken."""
+    for step in range(steps):
+        if stopping.should_stop(step):
+            return step + 1
+    return steps
+
+
+def test_later_states_that_are_worse_are_not_kept() -> None:
+    stopping = stopping_on(Course(1.0, 3.0, 2.0, 1.0, 0.5), patience=9)
+    assert run(stopping, 5) == 5
+    assert (stopping.best_state, stopping.best_score) == (1, 3.0)
+
+
+def test_it_stops_when_patience_ends() -> None:
+    """Patience counts evaluations in a row: a better one starts the count again."""
+    stopping = stopping_on(Course(1.0, 0.0, 2.0, 0.0, 1.9, 9.0))
+    assert run(stopping, 6) == 5
+    assert stopping.best_state == 2
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_patience(patience: int) -> None:
+    assert run(stopping_on(Course(5.0, *[0.0] * 9), patience=patience), 10) == 1 + patience
+
+
+def test_an_equal_score_is_no_better_one() -> None:
+    stopping = stopping_on(Course(1.0, 1.0, 1.0))
+    assert run(stopping, 3) == 3
+    assert stopping.best_state == 0
+
+
+def test_it_evaluates_early_and_then_regularly() -> None:
+    course = Course(*range(6))
+    stopping = stopping_on(course, every=6)
+    evaluations = []
+    for step in range(20):
+        before = course.last
+        assert not stopping.should_stop(step)
+        evaluations += [step + 1] if course.last > before else []
+    assert evaluations == [1, 2, 4, 6, 12, 18]
+    assert stopping.best_state == 5
+
+
+def test_early_evaluations_are_kept_and_do_not_count_for_patience() -> None:
+    stopping = stopping_on(Course(5.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0), every=6, patience=2)
+    assert run(stopping, 40) == 18
+    assert (stopping.best_state, stopping.best_score) == (0, 5.0)
+
+
+def test_regular_scores_that_rise_are_waited_for() -> None:
+    """Even while the best early score is still above them."""
+    stopping = stopping_on(Course(5.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 5.5), every=6, patience=2)
+    assert run(stopping, 36) == 36
+    assert (stopping.best_state, stopping.best_score) == (7, 6.0)
+
+
+def test_a_score_of_nan_is_never_the_best() -> None:
+    stopping = stopping_on(Course(math.nan, 1.0, math.nan, math.nan))
+    assert run(stopping, 4) == 4
+    assert (stopping.best_state, stopping.best_score) == (1, 1.0)
+
+
+def test_without_a_score_the_present_state_is_the_best() -> None:
+    stopping = stopping_on(Course(math.nan, math.nan, math.nan))
+    assert run(stopping, 2) == 2
+    assert stopping.best_state == 2
