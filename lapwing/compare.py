@@ -118,7 +118,7 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
         for name, value in evidences.items()
     ]  # fmt: skip
     ranked = tuple(sorted(rows, key=lambda row: -row.log_evidence))
-    return Comparison(ranked, (*_undecided(ranked), *_findings(ranked, gammas)))
+    return Comparison(ranked, (*_undecided_finding(ranked), *_findings(ranked, gammas)))
 
 
 def _probabilities(evidences: Mapping[str, float], errors: Mapping[str, float]) -> dict[str, float]:
@@ -135,7 +135,7 @@ def _probabilities(evidences: Mapping[str, float], errors: Mapping[str, float]) 
     return dict(zip(names, means.tolist(), strict=True))
 
 
-def _undecided(ranked: tuple[Candidate, ...]) -> tuple[str, ...]:
+def _undecided_finding(ranked: tuple[Candidate, ...]) -> tuple[str, ...]:
     """Return a finding if the errors of the evidences leave open which candidate is the best."""
     best, *others = ranked
     near = [c for c in others if best.log_evidence - c.log_evidence < DISTINCT * math.hypot(best.error, c.error)]

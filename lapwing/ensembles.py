@@ -84,7 +84,7 @@ def train_ensemble(
     if folder is not None:
         cpu = torch.device("cpu")
         read = Data(data, cpu, target_key, shows_progress(progress), stream=Stream(0, cpu), dtype=arithmetic_of(model))
-        _refuse_other_call(Path(folder), recipe, named("likelihood", likelihood), Described.of(read))
+        _refuse_other_call(Path(folder), recipe, named("likelihood", likelihood), DataSummary.of(read))
     trained = []
     for number in range(members):
         of_member = replace(recipe, seed=recipe.seed + number)
@@ -99,23 +99,25 @@ def train_ensemble(
 
 
 @dataclass(frozen=True, eq=False)
-class Described:
+class DataSummary:
     """What data are, in numbers that do not depend on the order of their rows."""
 
     rows: Reading  # inputs and targets; without sums if two passes differ
     targets: Reading
 
     @classmethod
-    def of(cls, data: Data) -> Described:
+    def of(cls, data: Data) -> DataSummary:
         """Read the data, twice unless they are in memory."""
         first = cls._pass(data)
         if data.in_memory:
             return first
         second = cls._pass(data)
-        return cls(*(_steady(*pair) for pair in ((first.rows, second.rows), (first.targets, second.targets))))
+        return cls(
+            *(_without_unsteady_sums(*pair) for pair in ((first.rows, second.rows), (first.targets, second.targets)))
+        )
 
     @classmethod
-    def _pass(cls, data: Data) -> Described:
+    def _pass(cls, data: Data) -> DataSummary:
         rows, targets = Reading(), Reading()
         for batch in data.batches("reading"):
             leaves = (leaf for _, leaf in named_leaves(batch.inputs) if isinstance(leaf, Tensor))
@@ -129,7 +131,7 @@ class Described:
         return {"count": self.rows.rows, "rows": plain(self.rows), "targets": plain(self.targets)}
 
     @classmethod
-    def from_plain(cls, values: dict[str, Any]) -> Described:
+    def from_plain(cls, values: dict[str, Any]) -> DataSummary:
         """Return the numbers that ``to_plain`` wrote."""
         parts = []
         for given in (values["rows"], values["targets"]):
@@ -138,7 +140,7 @@ class Described:
             parts.append(Reading(values["count"], sums, None if sums is None else tuple(known["widths"])))
         return cls(*parts)
 
-    def difference(self, stored: Described) -> str:
+    def difference(self, stored: DataSummary) -> str:
         """Return in words how these data differ from stored ones; empty if they are the same as far as one can tell."""
         if self.rows.rows != stored.rows.rows:
             return f"{stored.rows.rows} data, and there are {self.rows.rows} now"
@@ -149,12 +151,12 @@ class Described:
         return ""
 
 
-def _steady(first: Reading, second: Reading) -> Reading:
+def _without_unsteady_sums(first: Reading, second: Reading) -> Reading:
     """Return what two passes gave, without sums if these differ."""
     return Reading(first.rows, None) if second.difference(first) else first
 
 
-def _refuse_other_call(folder: Path, recipe: Recipe, likelihood: Likelihood, data: Described) -> None:
+def _refuse_other_call(folder: Path, recipe: Recipe, likelihood: Likelihood, data: DataSummary) -> None:
     """Write what the folder is for, or raise if it is for something else."""
     tuner = type(recipe.update).__name__  # a function has no lasting representation
     call = {"recipe": f"{replace(recipe, update=None)!r}, {tuner}", "likelihood": repr(likelihood)}
@@ -167,7 +169,7 @@ def _refuse_other_call(folder: Path, recipe: Recipe, likelihood: Likelihood, dat
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         differing = [name for name in call if stored[name] != call[name]]
-        difference = data.difference(Described.from_plain(stored["data"]))
+        difference = data.difference(DataSummary.from_plain(stored["data"]))
     except (ValueError, KeyError, TypeError) as error:
         raise FileError(f"{path} is damaged ({error}). Delete it with the checkpoints beside it.") from error
     for name in differing:

@@ -46,7 +46,7 @@ NUMBER = Rule(
 )
 
 
-def listed(model: nn.Module, within: Weights | str | None) -> Selection:
+def candidates_by_name(model: nn.Module, within: Weights | str | None) -> Selection:
     """Return the candidates of a rule that needs no pass over inputs, by their names in the unwrapped model."""
     device_of(model)
     rule = named("weights", within)
@@ -73,19 +73,19 @@ def positions_of(model: nn.Module, candidates: Selection) -> Tensor:
     return flat if candidates.index is None else flat[candidates.index.to(flat.device)]
 
 
-def largest_in(scores: Tensor, network: Network, n: float) -> Subnetwork:
+def choose_largest_in(scores: Tensor, network: Network, n: float) -> Subnetwork:
     """Return the candidates of a network with the largest scores, (P,)."""
-    return largest(scores, positions_of(network.model, network.selection), n)
+    return choose_largest(scores, positions_of(network.model, network.selection), n)
 
 
-def largest(scores: Tensor, positions: Tensor, n: float) -> Subnetwork:
+def choose_largest(scores: Tensor, positions: Tensor, n: float) -> Subnetwork:
     """Return the n positions (P,) with the largest scores (P,), in rising order."""
     check_finite(scores, "scores of the weights")
-    order = scores.argsort(descending=True, stable=True)[: count_of(n, len(scores))]
+    order = scores.argsort(descending=True, stable=True)[: number_to_choose(n, len(scores))]
     return Subnetwork(positions[order.to(positions.device)].sort().values)
 
 
-def count_of(n: float, candidates: int) -> int:
+def number_to_choose(n: float, candidates: int) -> int:
     """Return how many weights to choose."""
     if is_integer(n) and n > candidates:
         raise UnsupportedError(f"n is {n}; expected at most {candidates}, the number of candidates.")
@@ -139,12 +139,12 @@ def by_variance(
     """
     NUMBER.check("n", n)
     problem, batches = problem_and_data(model, data, likelihood, within, prior, target_key, progress)
-    count_of(n, problem.network.selection.size)  # refuse before the passes
+    number_to_choose(n, problem.network.selection.size)  # refuse before the passes
     posterior = Diagonal().fit(problem, batches)
     precision = curvature_diagonal(posterior)
     if prior is not None:  # otherwise the order is that of H, in which no digits are lost beside the prior
         precision = precision / dispersion_of(posterior) + posterior.problem.prior.vector.to(precision)
-    return largest_in(-precision, problem.network, n)
+    return choose_largest_in(-precision, problem.network, n)
 
 
 @outside_autocast
@@ -194,10 +194,10 @@ def by_swag(
     if within is not None:
         candidates = Network.build(model, batches.peek()[1].inputs, named("weights", within))
     positions = positions_of(model, candidates.selection)
-    count_of(n, len(positions))  # refuse before the training
+    number_to_choose(n, len(positions))  # refuse before the training
     settings = replace(swag or SWAG(), rank=2)  # deviations are not used
     variances = settings.collect(problem, batches)[0].variance
-    return largest(variances[positions.to(variances.device)], positions, n)
+    return choose_largest(variances[positions.to(variances.device)], positions, n)
 
 
 @outside_autocast
@@ -237,8 +237,8 @@ def by_gradient(
     """
     NUMBER.check("n", n)
     problem, batches = problem_and_data(model, data, likelihood, within, None, target_key, progress)
-    count_of(n, problem.network.selection.size)  # refuse before the passes
-    return largest_in(squared_gradients(problem, batches), problem.network, n)
+    number_to_choose(n, problem.network.selection.size)  # refuse before the passes
+    return choose_largest_in(squared_gradients(problem, batches), problem.network, n)
 
 
 def problem_and_data(
@@ -298,10 +298,10 @@ def by_magnitude(model: nn.Module, n: float, *, within: Weights | str | None = N
     [1, 3]
     """
     NUMBER.check("n", n)
-    candidates = listed(model, within)
+    candidates = candidates_by_name(model, within)
     tensors = dict(unwrapped(model).named_parameters())
     flat = torch.cat([tensors[name].detach().reshape(-1).double() for name in candidates.names])
-    return largest(candidates.picked(flat).abs(), positions_of(model, candidates), n)
+    return choose_largest(candidates.picked(flat).abs(), positions_of(model, candidates), n)
 
 
 def random(
@@ -327,9 +327,9 @@ def random(
     """
     NUMBER.check("n", n)
     GENERATOR.check("generator", generator)
-    positions = positions_of(model, listed(model, within))
+    positions = positions_of(model, candidates_by_name(model, within))
     like = torch.empty(0, dtype=torch.float64)
-    return largest(uniform((len(positions),), independent_generator(generator), like), positions, n)
+    return choose_largest(uniform((len(positions),), independent_generator(generator), like), positions, n)
 
 
 POOL = 1000  # candidates that are compared at least, if there are so many
@@ -383,8 +383,8 @@ def greedy(
     NUMBER.check("n", n)
     problem, batches = problem_and_data(model, data, likelihood, within, prior, target_key, progress)
     device, candidates = problem.network.device, problem.network.selection.size
-    count = count_of(n, candidates)
-    size = min(candidates, max(POOL, 2 * count)) if pool is None else _pool(pool, count, candidates)
+    count = number_to_choose(n, candidates)
+    size = min(candidates, max(POOL, 2 * count)) if pool is None else _checked_pool(pool, count, candidates)
     refuse_beyond(24 * size**2 + 16 * size * count, device, f"a pool of {size} weights", "Lower n or pool")
     posterior = Diagonal(curvature="ggn").fit(problem, batches)
     if posterior.problem.learn_prior:
@@ -406,7 +406,7 @@ def greedy(
     return Subnetwork(positions[chosen].sort().values.cpu())
 
 
-def _pool(pool: int, count: int, candidates: int) -> int:
+def _checked_pool(pool: int, count: int, candidates: int) -> int:
     """Return the size of a given pool; raise if it is too small."""
     integer().check("pool", pool)
     if pool < count:

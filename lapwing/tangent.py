@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, zip_longest
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ class NetworkDesign:
         if cache is None:
             cache = int(CACHE * budget(network.device))
         data, processes = data.requiring_same_rows(), data.processes
-        given, kept_data = data, fixed(data, cache)
+        given, kept_data = data, keep_in_memory(data, cache)
         given.refuse_same_parts()
         data = kept_data if processes.all_true(kept_data is not given) else given
         part = None if part is None else -(-part // processes.size)
@@ -267,7 +267,7 @@ def refuse_redrawn(design: NetworkDesign) -> None:
         design.source.is_repeatable()
 
 
-def fixed(data: Data, most: int) -> Data:
+def keep_in_memory(data: Data, most: int) -> Data:
     """Return the data kept in memory, the same at every pass, if they take at most ``most`` bytes; else as they are."""
     kept, nbytes = [], 0
     for batch in data.batches("reading", weighted=True):
@@ -283,27 +283,6 @@ KEPT = 0.5  # share of the byte budget for the Jacobian over all data, if it is 
 EXACT = 2**28  # largest Jacobian in bytes that is kept in float64 for networks of any dtype
 
 
-class TangentModel(Protocol):
-    """The loss of h(theta, x) = f + J (theta - w̃) at unit dispersion, as a function of delta = theta - w̃."""
-
-    def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
-        """Return the summed loss and its gradient (P,), float64."""
-        ...
-
-    def products(self, delta: Tensor, v: Tensor) -> Tensor:
-        """Return Σ Jᵀ Λ J v for v (K, P), with Λ the Hessian of the loss in the outputs at h."""
-        ...
-
-    def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
-        """Return the summed loss at delta + t direction for every t in steps, by one pass."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which losses and gradients are computed."""
-        ...
-
-
 def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> TangentModel:
     """Return the tangent model with its Jacobian in memory if it fits, else one that streams over the data."""
     data = data.requiring_same_rows()
@@ -316,13 +295,16 @@ def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> Tange
     entries = most * network.selection.size
     dtype = torch.float64 if 8 * entries <= EXACT else network.dtype
     if entries * torch.finfo(dtype).bits // 8 <= room:
-        return DenseTangent.built(network, likelihood, data, rows, dtype)
+        return DenseTangent.build(network, likelihood, data, rows, dtype)
     return StreamedTangent(network, likelihood, data)
 
 
 @dataclass(frozen=True, eq=False)
 class DenseTangent:
-    """The tangent model with the Jacobian of all data in memory: a pass costs a matrix product.
+    """The loss of the tangent model at unit dispersion, with the Jacobian of all data in memory.
+
+    The model is h(theta, x) = f + J (theta - w̃), and the loss a function of delta = theta - w̃. A pass over the data
+    costs a matrix product.
 
     Losses and gradients are float64 even if the Jacobian is not, to refine solves whose products are rounded.
     """
@@ -335,7 +317,7 @@ class DenseTangent:
     dtype: ClassVar[torch.dtype] = torch.float64
 
     @classmethod
-    def built(
+    def build(
         cls, network: Network, likelihood: Likelihood, data: Data, rows: int, dtype: torch.dtype = torch.float64
     ) -> DenseTangent:
         """Return the model after one pass over the data; ``rows`` is the number of rows of the Jacobian."""
@@ -347,13 +329,13 @@ class DenseTangent:
                 y = likelihood.targets(f, batch.targets[part])
                 outputs.append(f.flatten(0, -2))
                 targets.append(y.flatten(0, 1) if f.ndim == 3 else y)
-                start = _filled(jacobian, start, tangent)
+                start = _fill_rows(jacobian, start, tangent)
         if not outputs:  # of a process without data
             outputs = [torch.zeros(0, network.output_shape[-1], dtype=torch.float64, device=network.device)]
             targets = [torch.zeros(0, device=network.device)]
         return cls(torch.cat(outputs), torch.cat(targets), jacobian, likelihood, data.processes)
 
-    def _exactly(self, v: Tensor) -> Tensor:
+    def _double_product(self, v: Tensor) -> Tensor:
         """Return J v for one v (P,), in float64."""
         return torch.cat([rows.double() @ v for rows in self._parts]).reshape(self.f.shape)
 
@@ -364,9 +346,10 @@ class DenseTangent:
         return tuple(self.jacobian[part] for part in runs(rows, 8 * size, self.jacobian.device))
 
     def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
+        """Return the summed loss at w̃ + delta and its gradient (P,), float64."""
         loss, total = delta.new_zeros(()), torch.zeros_like(delta)
         if len(self.f):
-            loss, slope = loss_slope(self.likelihood, self.f + self._exactly(delta), self.y)
+            loss, slope = loss_slope(self.likelihood, self.f + self._double_product(delta), self.y)
             parts = self._parts
             for rows, slopes in zip(parts, slope.reshape(-1).split([len(rows) for rows in parts]), strict=True):
                 total += slopes @ rows.double()
@@ -374,6 +357,7 @@ class DenseTangent:
         return float(loss), total
 
     def products(self, delta: Tensor, v: Tensor) -> Tensor:
+        """Return Σ Jᵀ Λ J v for v (K, P), with Λ the Hessian of the loss in the outputs at w̃ + delta."""
         own = self._own_products(delta, v) if len(self.f) else torch.zeros_like(v, dtype=torch.float64)
         return self.processes.sum([own])[0]
 
@@ -384,14 +368,15 @@ class DenseTangent:
         return (product.reshape(len(v), -1).to(self.jacobian) @ self.jacobian).double()
 
     def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
+        """Return the summed loss at w̃ + delta + t direction for every t in steps, by one pass."""
         own = torch.zeros(len(steps), dtype=torch.float64, device=delta.device)
         if len(self.f):
-            h, along = self.f + self._exactly(delta), self._exactly(direction)
+            h, along = self.f + self._double_product(delta), self._double_product(direction)
             own = torch.stack([self.likelihood.loss(h + t * along, self.y).sum() for t in steps])
         return self.processes.sum([own])[0]
 
 
-def _filled(matrix: Tensor, start: int, tangent: Tangent) -> int:
+def _fill_rows(matrix: Tensor, start: int, tangent: Tangent) -> int:
     """Write the Jacobian of a chunk into the rows of a matrix from ``start`` on; return the row after its last one."""
     for some in in_runs(tangent.jacobians(), 2 * matrix.shape[1], matrix.device):
         rows = some.whole().flatten(0, 1)
@@ -402,7 +387,7 @@ def _filled(matrix: Tensor, start: int, tangent: Tangent) -> int:
 
 @dataclass(frozen=True, eq=False)
 class StreamedTangent:
-    """The tangent model by forward and backward passes over the batches, in the network's dtype; sums in float64."""
+    """The same by forward and backward passes over the batches, in the network's dtype; sums in float64."""
 
     network: Network
     likelihood: Likelihood
@@ -443,6 +428,9 @@ class StreamedTangent:
             h = f + jv[0]
             total += torch.stack([self.likelihood.loss(h + t * jv[1], y).sum() for t in steps])
         return self.data.processes.sum([total])[0]
+
+
+TangentModel = DenseTangent | StreamedTangent
 
 
 def loss_slope(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

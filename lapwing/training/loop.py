@@ -23,7 +23,7 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior
 from lapwing.problem import Problem, data_count
 from lapwing.runtime.threads import ProgressBar, Stream
-from lapwing.training.recipe import Recipe, packed, unpacked
+from lapwing.training.recipe import Recipe, pack_optimiser, unpack_optimiser
 from lapwing.training.state import Buffers, Epoch, TrainingState, refuse_other_recipe, refuse_other_weights
 from lapwing.tuners.base import check_tuner, give_data
 
@@ -38,7 +38,7 @@ def run(
     recipe: Recipe,
     resume: TrainingState | str | Path | None = None,
     checkpoint: str | Path | None = None,
-) -> tuple[Any, TrainingState]:
+) -> tuple[Posterior, TrainingState]:
     """Train the network's model; return the posterior at its best epoch and the state to resume from.
 
     ``modes`` says which of its modules the user had in training mode. ``data.progress`` shows one bar.
@@ -90,7 +90,7 @@ class _Trainer:
             raise UnsupportedError(
                 "a g-prior depends on the curvature, which changes during training; use per_layer()."
             )
-        self.described = recipe.described(self.likelihood, self.prior)
+        self.recipe_state = recipe.as_state(self.likelihood, self.prior)
         refuse_processes(recipe.method, self.data.processes)
         if recipe.update is not None:
             check_tuner(recipe.update)
@@ -107,7 +107,7 @@ class _Trainer:
         try:
             self._refuse_foreign(state)
             parameters = [p for p in self.network.model.parameters() if p.requires_grad]
-            optimiser["state"] = unpacked(self.recipe.optimiser, state.optimiser, parameters)
+            optimiser["state"] = unpack_optimiser(self.recipe.optimiser, state.optimiser, parameters)
         except FileError as error:
             raise DataError(
                 f"this training state belongs to another model or recipe, or is damaged: {error}."
@@ -120,7 +120,7 @@ class _Trainer:
         """Raise ``FileError`` if the state is of another recipe, or its weights are not those of the model."""
         for part in filter(None, (vars(state), state.best)):
             refuse_other_weights(part["weights"], self.network.model)
-        refuse_other_recipe(state.recipe, self.described, state.epoch)
+        refuse_other_recipe(state.recipe, self.recipe_state, state.epoch)
         for part in filter(None, (vars(state), state.best)):
             if part["precision"].shape != self.prior.values.shape:
                 raise FileError(f"it has {part['precision'].numel()} precisions, the prior {self.prior.values.numel()}")
@@ -135,7 +135,7 @@ class _Trainer:
             self.data = replace(self.data, readings=Readings())
         entry = Epoch(number, self._pass(number))
         if self.recipe.updates_after(number):
-            entry = self._updated(entry)
+            entry = self._update_hyperparameters(entry)
         self.history.append(entry)
         self.done = number + 1
 
@@ -194,7 +194,7 @@ class _Trainer:
             with self.stream.drawing():  # checkpointed layers draw again in the backward pass
                 value = self._objective(batches, coefficients)
                 value.backward()
-            return self._reduced(value)
+            return self._sum_over_processes(value)
 
         return float(torch.as_tensor(self.optimiser.step(closure)).detach())  # type: ignore[arg-type]
 
@@ -217,7 +217,7 @@ class _Trainer:
         penalty = torch.stack([(c * (p - m).square()).sum() for c, m, p in terms]).sum()
         return loss / likelihood.dispersion.to(loss) + 0.5 * penalty / (self.count * processes.size)
 
-    def _reduced(self, value: Tensor) -> Tensor:
+    def _sum_over_processes(self, value: Tensor) -> Tensor:
         """Return the objective of all processes, and make the gradients those of it."""
         if self.data.processes.group is None:
             return value
@@ -232,7 +232,7 @@ class _Trainer:
         split = self.network.selection.split(flat)
         return [split[name].to(p) for name, p in zip(self.network.selection.names, self.parameters, strict=True)]
 
-    def _fitted(self) -> Any:
+    def _fit(self) -> Posterior:
         """Fit the recipe's method at the present weights, prior and noise."""
         self.network.model.eval()
         self.network = replace(self.network)  # with a new private copy: training may have changed more than weights
@@ -243,12 +243,12 @@ class _Trainer:
         if not posterior.provides(Posterior.with_noise):
             raise UnsupportedError(f"{self.recipe.method!r} has no evidence to train with; use Kron() or Full().")
         if self.noise is not None:
-            posterior = posterior.with_noise(self.noise)  # type: ignore[assignment]
+            posterior = posterior.with_noise(self.noise)
         return posterior
 
-    def _updated(self, entry: Epoch) -> Epoch:
+    def _update_hyperparameters(self, entry: Epoch) -> Epoch:
         """Update prior and noise; if the tuner diverges, keep them and report it in the epoch's ``finding``."""
-        posterior, finding = self._fitted(), ""
+        posterior, finding = self._fit(), ""
         assert self.update is not None
         try:
             posterior = self.update(posterior)
@@ -260,7 +260,7 @@ class _Trainer:
         self.prior = posterior.problem.prior.with_precision(*same([posterior.problem.prior.values.detach()]))
         self.noise = None if posterior.noise is None else same([posterior.noise.detach()])[0]
         if not self.best or evidence > self.best["evidence"] or not self.recipe.keep_best:
-            self.best = {"evidence": evidence, **self._copied()}
+            self.best = {"evidence": evidence, **self._copy_weights()}
         noise = () if self.noise is None else tuple(self.noise.reshape(-1).tolist())
         precisions = tuple(self.prior.values.reshape(-1).tolist())
         return replace(entry, log_evidence=evidence, precisions=precisions, noise=noise, finding=finding)
@@ -279,13 +279,13 @@ class _Trainer:
     @property
     def state(self) -> TrainingState:
         """A copy on the CPU of everything needed to resume after the last finished epoch."""
-        optimiser = packed(self.recipe.optimiser, self.optimiser)
+        optimiser = pack_optimiser(self.recipe.optimiser, self.optimiser)
         return TrainingState(
-            self.done, optimiser=optimiser, recipe=self.described, best=self.best, history=tuple(self.history),
-            **self._copied(),
+            self.done, optimiser=optimiser, recipe=self.recipe_state, best=self.best, history=tuple(self.history),
+            **self._copy_weights(),
         )  # fmt: skip
 
-    def _copied(self) -> dict[str, Any]:
+    def _copy_weights(self) -> dict[str, Any]:
         """Return a copy on the CPU of weights, precision and noise."""
         return {
             "weights": {name: value.detach().clone().cpu() for name, value in self.network.model.state_dict().items()},
@@ -303,10 +303,10 @@ class _Trainer:
         """Start the random numbers of an epoch, which dropout and loaders draw; each process has its own."""
         self.stream.restart(self.recipe.seed * 1_000_003 + epoch + OTHER_PROCESS * self.data.processes.rank)
 
-    def outcome(self) -> tuple[Any, TrainingState]:
+    def outcome(self) -> tuple[Posterior, TrainingState]:
         """Return the posterior under weights, prior and noise of the best epoch, and the state after the last."""
         state = self.state
         if self.best:
             self._restore(self.best)
         self._seed(self.recipe.epochs)
-        return self._fitted(), state
+        return self._fit(), state

@@ -83,7 +83,7 @@ class _Number(Field):
     def read(self, value: Tensor, known: Known) -> Any:
         if value.dtype == torch.int64:
             return int(Array((), self.least, whole=True).read(value, known))
-        # A number of one entry was a Python number: see ``packed``.
+        # A number of one entry was a Python number: see ``pack_optimiser``.
         number = Either(Array((), self.least), Array((1,), self.least)).read(value, known)
         return float(number) if value.ndim else number
 
@@ -102,13 +102,14 @@ OPTIMISERS = {
 }
 
 
-def packed(name: str, optimiser: torch.optim.Optimizer) -> State:
+def pack_optimiser(name: str, optimiser: torch.optim.Optimizer) -> State:
     """Return a copy on the CPU of what an optimiser remembers; its settings follow from the recipe."""
     states = optimiser.state_dict()["state"]
-    return State(name, parts={str(number): _packed(entries) for number, entries in states.items() if entries})
+    return State(name, parts={str(number): _pack_parameter(entries) for number, entries in states.items() if entries})
 
 
-def _packed(entries: Mapping[str, Any]) -> State:
+def _pack_parameter(entries: Mapping[str, Any]) -> State:
+    """Return what an optimiser remembers of one parameter."""
     settings: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for name, value in entries.items():
@@ -127,7 +128,7 @@ def _dtype(value: float) -> torch.dtype:
     return torch.int64 if type(value) is int else torch.float64
 
 
-def unpacked(name: str, state: State, parameters: Sequence[nn.Parameter]) -> dict[int, dict[str, Any]]:
+def unpack_optimiser(name: str, state: State, parameters: Sequence[nn.Parameter]) -> dict[int, dict[str, Any]]:
     """Return what the optimiser of this name remembers of these parameters, each value checked.
 
     Raises:
@@ -234,7 +235,7 @@ class Recipe(HasSettings):
         """
         return self.last_rate + 0.5 * (self.rate - self.last_rate) * (1 + math.cos(math.pi * min(progress, 1.0)))
 
-    def described(self, likelihood: Likelihood, prior: BoundPrior) -> State:
+    def as_state(self, likelihood: Likelihood, prior: BoundPrior) -> State:
         """Return the recipe as plain data for the state of a run, with the prior that the run starts from."""
         names = ("optimiser", "seed", "epochs", "rate", "last_rate", "burn_in", "frequency", "keep_best")
         kinds = {"method": type(self.method).__name__, "likelihood": type(likelihood).__name__}
@@ -265,7 +266,7 @@ def online(epochs: int = 100, **changes: Any) -> Recipe:
     >>> online(epochs=20, burn_in=5).frequency
     1
     """
-    return _changed(Recipe(epochs, Kron(), PerLayer(1.0), Ascend()), changes)
+    return _with_changes(Recipe(epochs, Kron(), PerLayer(1.0), Ascend()), changes)
 
 
 def classic(epochs: int = 30, **changes: Any) -> Recipe:
@@ -288,7 +289,7 @@ def classic(epochs: int = 30, **changes: Any) -> Recipe:
     'lbfgs'
     """
     recipe = Recipe(epochs, Full(), Isotropic(1.0), FixedPoint(max_steps=1), optimiser="lbfgs", keep_best=False)
-    return _changed(recipe, changes)
+    return _with_changes(recipe, changes)
 
 
 def fixed(epochs: int = 100, precision: float = 1.0, **changes: Any) -> Recipe:
@@ -312,10 +313,10 @@ def fixed(epochs: int = 100, precision: float = 1.0, **changes: Any) -> Recipe:
     False
     """
     POSITIVE.check("precision", precision)
-    return _changed(Recipe(epochs, MapOnly(), Isotropic(precision), None), changes)
+    return _with_changes(Recipe(epochs, MapOnly(), Isotropic(precision), None), changes)
 
 
-def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+def _with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """Return the recipe with other settings; raise for a name that is none."""
     settings = one_of([each.name for each in fields(Recipe)])
     for name in changes:

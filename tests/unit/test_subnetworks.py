@@ -293,7 +293,7 @@ def test_wrapped_models_have_the_same_selections(wrap: Any) -> None:
 
 
 def test_too_many_weights_are_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lw.baselines.SWAG, "collected", lambda *_: pytest.fail("it trained"))
+    monkeypatch.setattr(lw.baselines.SWAG, "collect", lambda *_: pytest.fail("it trained"))
     monkeypatch.setattr(lw.Diagonal, "fit", lambda *_: pytest.fail("it fitted"))
     model, x = nn.Linear(3, 2).eval(), torch.randn(9, 3)
     for rule in (lw.subnetworks.by_variance, lw.subnetworks.by_swag, lw.subnetworks.by_gradient):
