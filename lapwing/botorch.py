@@ -32,7 +32,7 @@ from lapwing.networks.passes import outputs_along
 from lapwing.posteriors.base import Posterior
 from lapwing.runtime.settings import POSITIVE, Rule, integer
 from lapwing.runtime.threads import derived_generator, global_seed, normal
-from lapwing.values.functions import isolate
+from lapwing.values.gaussian import isolate
 
 __all__ = ["LapwingModel", "surrogate", "thompson"]
 

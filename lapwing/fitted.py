@@ -34,8 +34,8 @@ from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, Operator, refuse_reordered, refuse_unsteady
 from lapwing.tuners.base import MaximiseEvidence, Tuner, run_tuner
 from lapwing.tuners.offsets import with_findings, with_held_out
-from lapwing.values.functions import differentiable_beliefs, isolate
-from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, Query, pixels
+from lapwing.values.gaussian import FunctionGaussian, differentiable_beliefs, isolate
+from lapwing.values.outputs import ChosenOutputs, Query, pixels
 
 if TYPE_CHECKING:
     from lapwing.decisions.conformal import ConformalIntervals, ConformalSets
@@ -1034,7 +1034,7 @@ class Fitted:
         (belief,) = differentiable_beliefs(lambda inner: [self.posterior.belief(inner, query)], x)
         check_finite(belief.mean, "outputs of the network")
         form = self.network.image_form(x) if chosen is None or chosen.tokens is None else None
-        return belief if form is None else form.belief(belief)  # some pixels of an image are not an image
+        return belief if form is None else belief.as_images(form)  # some pixels of an image are not an image
 
     def _predictive(self, x: Inputs, samples: int | None) -> Predictive:
         """Return the predictive of one batch."""

@@ -27,8 +27,7 @@ from lapwing.posteriors.weight_space import Linearised
 from lapwing.predictives.labels import bridge, pairwise_logits, probit_logits
 from lapwing.runtime.memory import refuse_beyond
 from lapwing.runtime.settings import one_of
-from lapwing.values.functions import isolate
-from lapwing.values.gaussian import FunctionGaussian, normal_rule
+from lapwing.values.gaussian import FunctionGaussian, isolate, normal_rule
 
 if TYPE_CHECKING:
     from lapwing.fitted import Fitted

@@ -15,8 +15,7 @@ from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.predictives.views import as_images
 from lapwing.runtime.settings import HasSettings
 from lapwing.runtime.state import Either, Flag, Later, ListOf, Real, State, Stored, state_of, values_from
-from lapwing.values.functions import FunctionSamples
-from lapwing.values.gaussian import FunctionGaussian, pixel_belief
+from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 
 LOSS_WEIGHTS = ("class_weights", "pos_weight")  # settings that weight the loss
 OFFSET = Later(Either(Real(), ListOf(Real(), 1), ListOf(Real(), "C")))  # of logits, in files
@@ -31,7 +30,7 @@ def _takes_images(predict: Callable[..., Any]) -> Callable[..., Any]:
     def predict_images(self: Likelihood, belief: FunctionGaussian) -> Any:
         if belief.form is None:
             return predict(self, belief)
-        return as_images(predict(self, pixel_belief(belief)), belief.form)
+        return as_images(predict(self, belief.pixels), belief.form)
 
     return predict_images
 

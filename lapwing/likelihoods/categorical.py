@@ -40,8 +40,7 @@ from lapwing.runtime.settings import (
 )
 from lapwing.runtime.state import MEMBERS, SMALLEST, Admitted, Array, Later, ListOf, Maybe, Real, Whole, saved
 from lapwing.runtime.threads import classes
-from lapwing.values.functions import FunctionSamples
-from lapwing.values.gaussian import FunctionGaussian
+from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 
 WEIGHTS = Maybe(ListOf(Real(0), "C"))  # of classes, in files
 AVERAGED = ("pairwise", "mc")  # links that stand for the average softmax; the others were chosen for their formula

@@ -30,7 +30,8 @@ from lapwing.runtime.settings import NONE, POSITIVE, integer, one_of, setting
 from lapwing.runtime.state import ROUNDING, Array, Either, Maybe, PartOf, State, Text, plain, saved
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, normal, uniform
 from lapwing.runtime.trace import TRACE, Step, Trace
-from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, Query
+from lapwing.values.gaussian import Deferred, FunctionGaussian
+from lapwing.values.outputs import ChosenOutputs, Query
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,7 +56,7 @@ from lapwing.networks.passes import Patterns, find_patterns, numbers_at_once
 from lapwing.networks.selection import Selection, Weights
 from lapwing.networks.uses import Node, Shape, Use, output_numbers, output_shape
 from lapwing.runtime.memory import LargestResult
-from lapwing.values.gaussian import ImageForm
+from lapwing.values.outputs import ImageForm
 
 if TYPE_CHECKING:
     from lapwing.networks.network import Network

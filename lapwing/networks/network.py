@@ -71,7 +71,7 @@ from lapwing.runtime.state import (
     saved,
 )
 from lapwing.runtime.threads import math_attention
-from lapwing.values.gaussian import DIMS, ChosenOutputs, ImageForm
+from lapwing.values.outputs import DIMS, ChosenOutputs, ImageForm
 
 
 def trained_names(model: nn.Module) -> tuple[str, ...]:

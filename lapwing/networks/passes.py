@@ -47,7 +47,7 @@ from lapwing.networks.uses import (
 )
 from lapwing.runtime.memory import gathered, runs
 from lapwing.runtime.threads import FORWARD_MODE, math_attention, quiet
-from lapwing.values.gaussian import ChosenOutputs
+from lapwing.values.outputs import ChosenOutputs
 
 if TYPE_CHECKING:
     from lapwing.networks.network import Network

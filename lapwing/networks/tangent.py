@@ -29,7 +29,7 @@ from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.passes import Patterns, by_autograd, gradients
 from lapwing.networks.uses import Node, Regular, output_shape
 from lapwing.runtime.threads import math_attention, quiet
-from lapwing.values.gaussian import ChosenOutputs
+from lapwing.values.outputs import ChosenOutputs
 
 if TYPE_CHECKING:
     from lapwing.networks.network import Network

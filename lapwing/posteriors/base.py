@@ -29,8 +29,8 @@ from lapwing.runtime.settings import NONE, integer
 from lapwing.runtime.state import Latest, State
 from lapwing.runtime.threads import derived_generator, normal
 from lapwing.runtime.trace import Trace
-from lapwing.values.functions import FunctionSamples, differentiable_beliefs
-from lapwing.values.gaussian import FunctionGaussian, Query
+from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, differentiable_beliefs
+from lapwing.values.outputs import Query
 
 # Outputs of an input (classes times tokens) above which classes are predicted from drawn functions. Variances take a
 # backward pass for each output, 32 functions in pairs 33 forward passes, so that from some dozens of outputs on the

@@ -17,7 +17,8 @@ from lapwing.posteriors.base import ALL, Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics
 from lapwing.runtime.state import SMALLEST, WEIGHTS, Array, PartOf, Real, State, Stored, saved, stored
 from lapwing.runtime.threads import normal_rows
-from lapwing.values.gaussian import Deferred, FunctionGaussian, Query
+from lapwing.values.gaussian import Deferred, FunctionGaussian
+from lapwing.values.outputs import Query
 
 
 @saved

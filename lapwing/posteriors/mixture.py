@@ -37,8 +37,8 @@ from lapwing.runtime.state import (
 )
 from lapwing.runtime.threads import uniform
 from lapwing.runtime.trace import TRACE, Trace
-from lapwing.values.functions import FunctionSamples, differentiable_beliefs
-from lapwing.values.gaussian import Deferred, FunctionGaussian, Query
+from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples, differentiable_beliefs
+from lapwing.values.outputs import Query
 
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
 SHOWN = 4  # offsets of the logits that a summary lists

@@ -29,7 +29,8 @@ from lapwing.runtime.settings import integer
 from lapwing.runtime.state import Array, Maybe, Real, State, Whole, plain, saved
 from lapwing.runtime.threads import derived_generator
 from lapwing.runtime.trace import TRACE, Trace
-from lapwing.values.gaussian import Deferred, FunctionGaussian, Query
+from lapwing.values.gaussian import Deferred, FunctionGaussian
+from lapwing.values.outputs import Query
 
 
 class Solver:

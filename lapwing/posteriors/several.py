@@ -18,7 +18,8 @@ from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.state import State
 from lapwing.runtime.trace import Trace
-from lapwing.values.gaussian import FunctionGaussian, Query
+from lapwing.values.gaussian import FunctionGaussian
+from lapwing.values.outputs import Query
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,8 @@ from lapwing.runtime.state import (
 )
 from lapwing.runtime.threads import normal_rows
 from lapwing.runtime.trace import TRACE, Trace
-from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, Query
+from lapwing.values.gaussian import Deferred, FunctionGaussian
+from lapwing.values.outputs import ChosenOutputs, Query
 
 Sums = tuple[Curvature, Statistics, Estimate | None]
 

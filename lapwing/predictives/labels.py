@@ -26,8 +26,7 @@ from lapwing.predictives.base import (
 from lapwing.runtime.memory import gathered, runs
 from lapwing.runtime.settings import integer
 from lapwing.runtime.threads import uniform
-from lapwing.values.functions import FunctionSamples
-from lapwing.values.gaussian import FunctionGaussian, by_inputs, normal_nodes, psd_root
+from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, by_inputs, normal_nodes, psd_root
 
 P = TypeVar("P", bound=LabelPredictive)
 

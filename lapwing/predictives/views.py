@@ -29,7 +29,8 @@ from lapwing.predictives.labels import AveragedClasses
 from lapwing.predictives.numbers import NumberDistribution
 from lapwing.predictives.scores import NumberScoring
 from lapwing.runtime.state import on_device, rebuilt
-from lapwing.values.gaussian import Deferred, FunctionGaussian, ImageForm
+from lapwing.values.gaussian import Deferred, FunctionGaussian
+from lapwing.values.outputs import ImageForm
 
 P = TypeVar("P", bound=Predictive)
 T = TypeVar("T")

@@ -25,8 +25,7 @@ from lapwing.runtime.memory import runs
 from lapwing.runtime.settings import DATA, POSITIVE_VALUES, Rule, integer, required, setting
 from lapwing.runtime.trace import Step, Trace
 from lapwing.tuners.base import TunerWithSettings
-from lapwing.values.functions import FunctionSamples
-from lapwing.values.gaussian import FunctionGaussian
+from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 
 FunctionBelief = FunctionGaussian | FunctionSamples
 Chunk = tuple[Tensor, Tensor | None, Iterable[FunctionBelief]]  # targets, weights, and the belief of each member

@@ -17,7 +17,7 @@ from lapwing.errors import DataError
 from lapwing.runtime.memory import evenly
 from lapwing.runtime.settings import INTEGER, Rule, seen
 from lapwing.runtime.threads import uniform
-from lapwing.values.gaussian import pixels
+from lapwing.values.outputs import pixels
 
 
 class NumpyArray(Protocol):

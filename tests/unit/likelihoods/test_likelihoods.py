@@ -19,8 +19,7 @@ from lapwing.likelihoods.base import OutputHessian, weighted_count
 from lapwing.posteriors.base import Posterior
 from lapwing.registry import METHODS
 from lapwing.runtime.state import State
-from lapwing.values.functions import FunctionSamples
-from lapwing.values.gaussian import FunctionGaussian
+from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 from tests.tolerances import SOLVED, assert_close, assert_within, tolerance
 
 # Every likelihood against PyTorch's own losses and distributions, and its root against autograd.

@@ -12,7 +12,7 @@ from lapwing.data.inputs import Batch
 from lapwing.errors import DataError
 from lapwing.networks.jacobians import Footprint
 from lapwing.networks.network import Network
-from lapwing.values.gaussian import ImageForm
+from lapwing.values.outputs import ImageForm
 from tests.cases import Wrapped
 from tests.tolerances import assert_close
 

@@ -18,7 +18,7 @@ from lapwing.posteriors import base as posteriors
 from lapwing.posteriors.base import Posterior, allotted, numbers_of
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.predictives.labels import AveragedClasses, SoftmaxPredictive, SoftmaxSamples
-from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import FunctionSamples
 from tests.references import dense
 from tests.tolerances import assert_close
 

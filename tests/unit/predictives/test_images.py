@@ -13,8 +13,8 @@ from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.predictives.numbers import NormalPredictive
 from lapwing.predictives.views import ClassView, LabelView, NumberView, as_images, same_form
-from lapwing.values.functions import FunctionSamples
-from lapwing.values.gaussian import Deferred, FunctionGaussian, ImageForm
+from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples
+from lapwing.values.outputs import ImageForm
 from tests.tolerances import assert_close
 
 FORM = ImageForm((2, 5))
@@ -96,7 +96,7 @@ def assert_same(images: Any, flat: Any, form: ImageForm) -> None:
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_a_likelihood_takes_a_belief_about_images(name: str, sizes: tuple[int, ...]) -> None:
     likelihood, form = LIKELIHOODS[name], ImageForm(sizes)
-    images = likelihood.predict(form.belief(CORRELATED))
+    images = likelihood.predict(CORRELATED.as_images(form))
     assert isinstance(images, (ClassView, LabelView, NumberView))
     assert_same(images, likelihood.predict(CORRELATED), form)
 
@@ -106,12 +106,12 @@ def test_a_likelihood_takes_a_joint_belief_about_images(name: str) -> None:
     """The predictive is that of each pixel by itself."""
     root = torch.randn(240, 240, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     joint = FunctionGaussian.across(FOUR, root @ root.mT / 240)
-    assert_same(LIKELIHOODS[name].predict(FORM.belief(joint)), LIKELIHOODS[name].predict(joint), FORM)
+    assert_same(LIKELIHOODS[name].predict(joint.as_images(FORM)), LIKELIHOODS[name].predict(joint), FORM)
 
 
 @pytest.mark.parametrize("kind", [Inherits, Overrides])
 def test_classes_that_inherit_take_beliefs_about_images(kind: type[lw.Categorical]) -> None:
-    assert_same(kind().predict(FORM.belief(CORRELATED)), kind().predict(CORRELATED), FORM)
+    assert_same(kind().predict(CORRELATED.as_images(FORM)), kind().predict(CORRELATED), FORM)
     widened = lw.Categorical().predict(CORRELATED.widened(2.0 if kind is Overrides else 1.0))
     assert_close(kind().predict(CORRELATED).probs, widened.probs)
 
@@ -125,4 +125,6 @@ def test_many_classes_need_no_covariance_of_the_images() -> None:
     mean = torch.randn(2, 10, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     variance = mean.square()
     flat = FunctionGaussian(mean, Deferred(lambda: variance, refused, lambda: 0.9 * variance))
-    assert_close(lw.Categorical().predict(FORM.belief(flat)).probs, FORM.outputs(lw.Categorical().predict(flat).probs))
+    assert_close(
+        lw.Categorical().predict(flat.as_images(FORM)).probs, FORM.outputs(lw.Categorical().predict(flat).probs)
+    )

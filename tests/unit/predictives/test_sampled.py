@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
-from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import FunctionSamples
 from tests.tolerances import assert_close
 
 D = torch.float64

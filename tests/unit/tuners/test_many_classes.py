@@ -18,7 +18,7 @@ from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
 from lapwing.tuners import grid as cells
 from lapwing.tuners.grid import CellGrid, held_out_scores, log_scores, nll
 from lapwing.tuners.mixing import grid_of
-from lapwing.values.functions import FunctionSamples
+from lapwing.values.gaussian import FunctionSamples
 from tests.references import dense
 from tests.tolerances import assert_close
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.errors import DataError, NumericalError, UnsupportedError
-from lapwing.values.functions import FunctionSamples
-from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, ImageForm, pixels, psd_root
+from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples, psd_root
+from lapwing.values.outputs import ChosenOutputs, ImageForm, pixels
 from tests.tolerances import SOLVED, assert_close, assert_within
 
 # The Gaussian belief about outputs.
@@ -339,7 +339,7 @@ def beliefs(joint: bool) -> tuple[FunctionGaussian, FunctionGaussian]:
     root = torch.randn(60, 60, dtype=torch.float64, generator=gen)
     together = FunctionGaussian.across(mean, root @ root.T)
     flat = together if joint else together.marginal
-    return flat, ImageForm((2, 5)).belief(flat)
+    return flat, flat.as_images(ImageForm((2, 5)))
 
 
 @pytest.mark.parametrize("joint", [False, True])

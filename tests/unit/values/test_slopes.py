@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev, vmap
 
 import lapwing as lw
 from lapwing.runtime.memory import limited
-from lapwing.values.functions import isolate
+from lapwing.values.gaussian import isolate
 from tests import problems
 from tests.tolerances import SOLVED, assert_close
 
