@@ -72,7 +72,7 @@ def eigendecompositions() -> Iterator[str]:
 
 def precision() -> Iterator[str]:
     """Yield the error of variances and log-determinants with eigenvectors in float32."""
-    from lapwing.linalg.dense import survives
+    from lapwing.linalg.dense import keeps_eigenvalues
 
     yield "float32 instead of float64: largest error of a variance and of log det / d, and what the library takes"
     for lowest in (1e-1, 1e-3, 1e-5, 1e-8):
@@ -83,7 +83,7 @@ def precision() -> Iterator[str]:
         found = values.clamp_min(0).double() + prior
         variances = (vectors.double().square() / found).sum(-1)
         off = float((variances / exact - 1).abs().max()), float((found.log().sum() - logdet).abs()) / 256
-        kept = "float32" if survives(matrix, torch.float32) else "float64"
+        kept = "float32" if keeps_eigenvalues(matrix, torch.float32) else "float64"
         yield f"  eigenvalues 1 to {lowest:.0e}, prior {prior:.0e}: {off[0]:.1e} {off[1]:.1e}  {kept}"
 
 

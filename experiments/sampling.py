@@ -22,7 +22,7 @@ from experiments.options import Progress, add_quick
 from lapwing.data.batches import Data
 from lapwing.demo.result import ExperimentReport, Result, Row, plain, save
 from lapwing.demo.training import TrainingSettings, batches, train_mlp
-from lapwing.linalg.operators import MatrixDesign, forward_product, located_parts
+from lapwing.linalg.operators import MatrixDesign, forward_product, parts_with_rows
 from lapwing.linalg.stochastic import Perturbed
 from lapwing.networks.network import Network
 from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
@@ -189,7 +189,7 @@ def gradient_variance(system: Perturbed, z: Tensor, objective: str) -> Tensor:
     """
     function = system.objective(objective)
     total, squares, count = torch.zeros_like(z), z.new_zeros(len(z)), 0
-    for part, rows in located_parts(system.design):
+    for part, rows in parts_with_rows(system.design):
         gradient = function.data_gradient(z, part, rows)
         total += gradient
         squares += gradient.square().sum(1)

@@ -24,11 +24,11 @@ from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, struc
 from lapwing.networks.forward import (
     arithmetic_of,
     device_of,
+    extract_data,
+    extract_network,
     outside_autocast,
     path_of,
-    plain_data,
-    plain_module,
-    unwrapped,
+    unwrap,
 )
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Weights
@@ -129,7 +129,7 @@ def fit(
             "are integrated by lw.tuners.Integrate; give that tuner itself to change its settings."
         )
     GENERATOR.check("generator", generator)
-    model, data = plain_module(model), plain_data(model, data)
+    model, data = extract_network(model), extract_data(model, data)
     processes = Processes.of(process_group)
     generator = processes.common_generator(generator)
     chosen = named("method", method)
@@ -204,18 +204,18 @@ def train(
         source, device, target_key, shown, stream=Stream(0, device), processes=processes, dtype=dtype, keep_sketch=True
     )
     several = batches.peek()[1]
-    refuse_other_models(unwrapped(model), processes)
+    refuse_other_models(unwrap(model), processes)
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
-    copied, chosen_weights = copy.deepcopy(unwrapped(model)).eval(), named("weights", weights)
+    copied, chosen_weights = copy.deepcopy(unwrap(model)).eval(), named("weights", weights)
     network = Network.build(copied, several.inputs, chosen_weights, path_of(output))
     chosen = likelihood_for(likelihood, network, several, network(several.inputs))
     if chosen.needs_residuals:
         raise UnsupportedError("training learns one noise for all outputs; use Gaussian(), and per_output in fit().")
-    modes = [module.training for module in unwrapped(model).modules()]
+    modes = [module.training for module in unwrap(model).modules()]
     before = structure_of(network.model)
-    posterior, state = training.run(network, modes, network.arranging(batches), chosen, recipe, resume, checkpoint)
+    posterior, state = training.run(network, modes, network.arrange_data(batches), chosen, recipe, resume, checkpoint)
     fingerprint, rows = Fingerprint.of(network.model, before), KnownRows(batches.sketch())
     fitted = Fitted(posterior, fingerprint, type(recipe.method).__name__, "", processes, rows)
     return Trained(network.model, fitted, state.history, state)
@@ -254,7 +254,7 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
     True
     """
     PATH.check("path", path)
-    model = plain_module(model)
+    model = extract_network(model)
     device_of(model)
     posterior, fingerprint, about = files.load(path, model)
     return Fitted(posterior, fingerprint, about.method, about.why, rows=about.rows, columns=about.columns)

@@ -14,7 +14,7 @@ from lapwing.data.samples import TARGET_KEYS
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.cost import Cost, Workload, workload_of
-from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast, path_of, plain_module
+from lapwing.networks.forward import arithmetic_of, device_of, extract_network, outside_autocast, path_of
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -157,7 +157,7 @@ def check(
     (whole | NONE).check("data", data)
     (AUTO | NONE).check("auto", auto)
     (FLAG | NAMES).check("timed", timed)
-    model = plain_module(model)
+    model = extract_network(model)
     device = device_of(model)
     given, targets = _inputs(model, as_tensors(batch, arithmetic_of(model)))
     inputs = move_inputs(given, lambda t: t.to(device))
@@ -174,7 +174,7 @@ def check(
     costs = {name: cost for name, cost in counted.items() if cost is not None}
     if to_time:
         if targets is not None:
-            targets = network.arranged(Batch(inputs, targets.to(device))).targets
+            targets = network.arrange_targets(Batch(inputs, targets.to(device))).targets
         trials = Trials.of(problem, inputs, targets, workload)
         for name in (type(METHODS[name]()).__name__ for name in to_time):
             if name in costs:

@@ -18,7 +18,7 @@ from lapwing.data.inputs import named_leaves
 from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.ensemble import reinitialise
-from lapwing.networks.forward import arithmetic_of, unwrapped
+from lapwing.networks.forward import arithmetic_of, unwrap
 from lapwing.registry import named
 from lapwing.runtime.files import write_atomically
 from lapwing.runtime.settings import NONE, PATH, integer, refuse_other_arguments
@@ -91,7 +91,7 @@ def train_ensemble(
         checkpoint = None if folder is None else Path(folder) / f"member{number}.lapwing"
         done = checkpoint is not None and checkpoint.exists()
         run = train(
-            reinitialise(unwrapped(model), of_member.seed), data, likelihood, recipe=of_member, target_key=target_key,
+            reinitialise(unwrap(model), of_member.seed), data, likelihood, recipe=of_member, target_key=target_key,
             output=output, resume=checkpoint if done else None, checkpoint=checkpoint, progress=progress,
         )  # fmt: skip
         trained.append(run.model)

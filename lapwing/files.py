@@ -18,7 +18,7 @@ from lapwing.data.known_rows import KnownRows
 from lapwing.errors import FileError, LapwingError, ModelError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.fingerprint import Fingerprint, settings_in, structure_of
-from lapwing.networks.forward import refuse_training_mode, unwrapped
+from lapwing.networks.forward import refuse_training_mode, unwrap
 from lapwing.networks.network import Network
 from lapwing.networks.probe import OtherFunctionError
 from lapwing.posteriors.base import Posterior
@@ -69,7 +69,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, about: About, path: str
         "method": about.method, "why": about.why, "fingerprint": marks, "modules": fingerprint.modules,
         "columns": {name: list(names) for name, names in about.columns.items()},
     }  # fmt: skip
-    if problem.network.probed is None:
+    if problem.network.probe_with_outputs is None:
         settings["settings"] = fingerprint.settings
     state = State(FORMAT, settings, parts=parts)
     try:
@@ -82,7 +82,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, about: About, path: str
 def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, About]:
     """Read a posterior for this model, onto its device and in its dtype; return it with its method and the reason."""
     state = read(path, FORMAT, "posterior")
-    model = unwrapped(model)
+    model = unwrap(model)
     refuse_training_mode(model)
     try:
         return _restored(_moved(state, next(model.parameters()).device), model)

@@ -892,7 +892,7 @@ class Fitted:
         shown = shows_progress(progress) and self.processes.is_main_process
         options: dict[str, Any] = {"target_key": target_key, "progress": shown, "processes": self.processes}
         options["keep_sketch"] = True
-        more = self.network.reading(data, "new data", **options)
+        more = self.network.read_data(data, "new data", **options)
         self.posterior.require(Posterior.updated, SUM, self.method)
         with self.processes.share_errors():
             rows = self.rows.with_training(more.sketch())
@@ -1020,8 +1020,8 @@ class Fitted:
                 f"{self.method} has several networks, each with its own weights; expected a posterior of one network "
                 f"for {curvature}(). Fit one to each: lw.fit(model, data, ...)."
             )
-        network = self.network.shifted(None)
-        batches = network.reading(data, progress=shows_progress(None))
+        network = self.network.with_shift(None)
+        batches = network.read_data(data, progress=shows_progress(None))
         batches = batches if progress is None else replace(batches, progress=shows_progress(progress))
         return NetworkDesign.build(network, self.likelihood, batches, curvature=curvature)
 
@@ -1067,7 +1067,14 @@ class Fitted:
                 )
             return (None if device is None else [x]), home
         stream = InputStream(
-            x, network.device, network.input_places, target_key, visible, network.joined, processes, network.arithmetic
+            x,
+            network.device,
+            network.input_places,
+            target_key,
+            visible,
+            network.batch_size_for,
+            processes,
+            network.arithmetic,
         )
         return stream, torch.device("cpu") if device is None else home
 

@@ -28,12 +28,12 @@ from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, struc
 from lapwing.networks.forward import (
     arithmetic_of,
     device_of,
-    own_loss,
+    loss_of_model,
     path_of,
-    unwrapped,
+    unwrap,
 )
 from lapwing.networks.network import Network
-from lapwing.networks.normalised import members, scale_free_groups
+from lapwing.networks.normalised import group_names, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.base import MANY, Posterior
 from lapwing.posteriors.weight_space import beliefs_at
@@ -78,11 +78,11 @@ def problem_of(
     refuse_other_models(network.model, data.processes)
     f = network(first.inputs)
     chosen = likelihood_for(likelihood, network, first, f)
-    fitting_targets(network, chosen, f, network.arranged(first).targets)
+    fitting_targets(network, chosen, f, network.arrange_targets(first).targets)
     if chosen.needs_residuals:
-        chosen = chosen.prepared(mean_squared_residual(network, chosen, network.arranging(data)))
+        chosen = chosen.prepared(mean_squared_residual(network, chosen, network.arrange_data(data)))
     given = prior_for(1.0 if prior is None else prior)
-    groups = members(network, scale_free_groups(network, first.inputs)) if given.needs_groups else None
+    groups = group_names(network, scale_free_groups(network, first.inputs)) if given.needs_groups else None
     groups = data.processes.gather_values(groups)[0] if given.needs_groups else None
     return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
 
@@ -96,9 +96,11 @@ def likelihood_for(given: Likelihood | str, network: Network, batch: Batch, f: T
     likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
     likelihood.check_outputs(f.flatten(0, 1) if network.image else f)  # the channels of images are known
     likelihood.check_last(network.last_operation)
-    own = None if network.output else own_loss(network.replica, batch, network.plain)  # it may be of another output
+    own = (
+        None if network.output else loss_of_model(network.replica, batch, network.plain_kernels)
+    )  # it may be of another output
     if own is not None:
-        likelihood.check_loss(f, network.arranged(batch).targets, own)
+        likelihood.check_loss(f, network.arrange_targets(batch).targets, own)
     return likelihood
 
 
@@ -153,7 +155,7 @@ class FitInProgress:
 
 def open_data(run: FitInProgress) -> None:
     """Wrap the training and validation data, which are read on the device and in the dtype of the model."""
-    run.structure = structure_of(unwrapped(run.model))
+    run.structure = structure_of(unwrap(run.model))
     shown = shows_progress(run.progress) and run.processes.is_main_process
     device, dtype = device_of(run.model), arithmetic_of(run.model)
     run.data = Data(run.source, device, run.target_key, shown, processes=run.processes, dtype=dtype, keep_sketch=True)
@@ -164,7 +166,7 @@ def build_problem(run: FitInProgress) -> None:
     """Examine the model with the first batch: network, likelihood and prior, for the weights of the method."""
     weights = run.method.weights if run.weights is None and isinstance(run.method, Method) else run.weights
     run.problem = problem_of(run.model, run.data, run.likelihood, weights, run.prior, path_of(run.output))
-    run.data = run.problem.network.arranging(run.data)
+    run.data = run.problem.network.arrange_data(run.data)
 
 
 def choose_method(run: FitInProgress) -> None:
@@ -180,7 +182,7 @@ def check_validation(run: FitInProgress) -> None:
     """Check all validation data before the pass over the training data; a method that learns in steps stops by them."""
     if run.held_out is None:
         return
-    run.held_out = run.problem.network.arranging(run.held_out)
+    run.held_out = run.problem.network.arrange_data(run.held_out)
     run.held_out.peek()
     for batch in run.held_out.batches("checking validation data", weighted=True):
         named_targets(run.problem.network, run.problem.likelihood, batch, run.held_out.name)

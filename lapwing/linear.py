@@ -71,8 +71,8 @@ def fit(
     """
     check_settings(precision, noise_std, num_samples, tolerance)
     GENERATOR.check("generator", generator)
-    white = Regression.built(features, targets, prior, noise)
-    ridge, y = Ridge.drawn(white.design, num_samples, generator_or_default(generator), keep=True), white.y
+    white = Regression.build(features, targets, prior, noise)
+    ridge, y = Ridge.draw(white.design, num_samples, generator_or_default(generator), keep=True), white.y
     phi = noise_std**2 if noise_std else float(y.square().mean()) or 1.0
     # αφ starts at the trace of XᵀX/n, estimated with ε. Some eigenvalue of XᵀX is above it, so γ ≥ 1/2 in all units.
     alpha = precision or float(ridge.back.square().sum(1).mean()) / (len(y) * phi) or 1.0
@@ -129,7 +129,7 @@ class LinearPosterior:
         solution = block_conjugate_gradients(
             lambda v: gram_product(self.design, v) + shift * v,
             rhs,
-            root=self.ridge.reaching(shift, self.tolerance).inverse_root(shift),
+            root=self.ridge.basis_reaching(shift, self.tolerance).inverse_root(shift),
             tolerance=max(min(self.tolerance, 1e-8), 30 * torch.finfo(self.design.like.dtype).eps),
             truncated=True,
         )
@@ -202,7 +202,7 @@ class LinearPosterior:
         integer(2).check("probes", probes)
         integer().check("steps", steps)
         shift = self.precision * self.noise_variance
-        self.ridge.reaching(shift, self.tolerance)  # so that the answer is the same before and after samples
+        self.ridge.basis_reaching(shift, self.tolerance)  # so that the answer is the same before and after samples
         logdet = self.ridge.logdet(torch.tensor(shift, dtype=torch.float64, device=self.y.device), probes, steps)
         n, phi = len(self.y), self.noise_variance
         fit = self._squared_error / phi + self.precision * float(self._white_mean.square().sum())
@@ -214,7 +214,7 @@ class LinearPosterior:
 
         The mean is (B, C); the covariance (B, C, C) is estimated from the samples.
         """
-        x = self.frame.checked(features, self.mean.shape[-1]).double().to(self.y.device)
+        x = self.frame.check_features(features, self.mean.shape[-1]).double().to(self.y.device)
         outputs = self.frame.functions(x, self._deviations)  # (B, C, K)
         mean = self.frame.functions(x, self.mean[None])[..., 0]
         return FunctionGaussian(mean, outputs @ outputs.mT / outputs.shape[-1])

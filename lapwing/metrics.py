@@ -41,9 +41,9 @@ from lapwing.runtime.settings import (
     GENERATOR,
     PROBABILITY,
     Rule,
+    describe,
     integer,
     is_real,
-    seen,
 )
 from lapwing.runtime.threads import independent_generator, uniform
 from lapwing.values.arrays import (
@@ -702,7 +702,7 @@ def _score(metric: Callable[..., float], tensors: list[Tensor]) -> float:
     if isinstance(score, Tensor) and score.numel() == 1:
         score = float(score)
     if not is_real(score) or not abs(score) < float("inf"):
-        raise DataError(f"the metric of all or of resampled data is {seen(score)}; expected a finite number.")
+        raise DataError(f"the metric of all or of resampled data is {describe(score)}; expected a finite number.")
     return float(score)
 
 

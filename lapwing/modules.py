@@ -17,7 +17,7 @@ from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.linalg.dense import eigh
-from lapwing.networks.forward import picked, refuse_training_mode
+from lapwing.networks.forward import pick_output, refuse_training_mode
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
@@ -25,7 +25,7 @@ from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.posteriors.weight_space import Linearised
 from lapwing.predictives.labels import bridge, pairwise_logits, probit_logits
-from lapwing.runtime.memory import refuse_beyond
+from lapwing.runtime.memory import refuse_large_result
 from lapwing.runtime.settings import one_of
 from lapwing.values.gaussian import FunctionGaussian, isolate, normal_rule
 
@@ -58,7 +58,7 @@ class PosteriorModule(nn.Module):
 
     def raw(self, out: Any) -> Tensor:
         """Return the tensor that the posterior is about, of all that the model returns."""
-        return picked(out, self.output)  # type: ignore[no-any-return]
+        return pick_output(out, self.output)  # type: ignore[no-any-return]
 
     def refuse_changed(self) -> None:
         """Raise if the model is in training mode, or has other weights than at the fit.
@@ -131,7 +131,7 @@ def quadratic_form(posterior: Linearised, network: Network) -> nn.Module:
     (block,) = network.layout
     d_out, d_in = block.d_out, block.d_in
     what = f"the covariance of {block.size} weights"
-    refuse_beyond(COPIES * 8 * block.size**2, network.device, what, "Export a posterior over fewer weights")
+    refuse_large_result(COPIES * 8 * block.size**2, network.device, what, "Export a posterior over fewer weights")
     options: Any = {"dtype": network.dtype, "device": network.device}
     a = torch.eye(d_in, **options)[None, :, None]  # one sample for each feature
     g = torch.eye(d_out, **options)[None, :, None, None].expand(1, d_out, d_in, 1, d_out)

@@ -21,7 +21,7 @@ from lapwing.errors import DataError, UnsupportedError
 from lapwing.metrics import RiskCoverage, calibration, coverage
 from lapwing.metrics import risk_coverage as selective_risk
 from lapwing.posteriors.base import Posterior
-from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, integer, seen
+from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, describe, integer
 from lapwing.values.arrays import listed, numbers
 
 if TYPE_CHECKING:
@@ -174,7 +174,8 @@ def answers(prediction: Any, y: Any) -> AnswerProbabilities:
         probs = probs.movedim(1, -1)
     if not binary and (probs.shape[:-1] != y.shape or y.is_floating_point()):
         raise DataError(
-            f"probs is {seen(probs)}, y is {seen(y)}; expected class numbers, one for each row of probabilities, or "
+            f"probs is {describe(probs)}, y is {describe(y)}; expected class numbers, one for each row of "
+            "probabilities, or "
             "zeros and ones in the shape of the probabilities."
         )
     y = y.to(probs.device)

@@ -22,17 +22,17 @@ from lapwing.data.inputs import check_finite
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitting import problem_of
 from lapwing.likelihoods.base import Likelihood
-from lapwing.linalg.dense import most_explaining
+from lapwing.linalg.dense import choose_most_explaining
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.swag import SWAG
-from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast, unwrapped
+from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast, unwrap
 from lapwing.networks.network import Network
-from lapwing.networks.selection import NeedsNoGraph, Selection, Subnetwork, Weights, all_weights, selected
+from lapwing.networks.selection import NeedsNoGraph, Selection, Subnetwork, Weights, all_weights, make_selection
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.base import Prior
 from lapwing.problem import Problem
 from lapwing.registry import named
-from lapwing.runtime.memory import refuse_beyond
+from lapwing.runtime.memory import refuse_large_result
 from lapwing.runtime.settings import GENERATOR, NONE, Rule, integer, is_integer, is_real
 from lapwing.runtime.threads import independent_generator, shows_progress, uniform
 from lapwing.tuners.base import MaximiseEvidence, start_near_optimum
@@ -55,13 +55,13 @@ def candidates_by_name(model: nn.Module, within: Weights | str | None) -> Select
             f"within is {rule!r:.80}, which is found by a pass over inputs; expected lw.named(pattern) or "
             "lw.subnetwork(index). Give the names of these parameters."
         )
-    return rule.listed(unwrapped(model))
+    return rule.select(unwrap(model))
 
 
 def positions_of(model: nn.Module, candidates: Selection) -> Tensor:
     """Return the positions of the candidates, (P,), in the flat vector of all weights that require a gradient."""
-    model = unwrapped(model)
-    whole = selected(model, all_weights.needs(model))
+    model = unwrap(model)
+    whole = make_selection(model, all_weights.needs(model))
     frozen = [name for name in candidates.names if name not in whole.slices]
     if frozen:
         raise ModelError(
@@ -254,7 +254,7 @@ def problem_and_data(
     batches = Data(data, device_of(model), target_key, shows_progress(progress), dtype=arithmetic_of(model))
     problem = problem_of(model, batches, likelihood, within, prior)
     positions_of(model, problem.network.selection)  # refuse frozen candidates before the passes
-    return problem, problem.network.arranging(batches)
+    return problem, problem.network.arrange_data(batches)
 
 
 def curvature_diagonal(posterior: WeightPosterior) -> Tensor:
@@ -299,9 +299,9 @@ def by_magnitude(model: nn.Module, n: float, *, within: Weights | str | None = N
     """
     NUMBER.check("n", n)
     candidates = candidates_by_name(model, within)
-    tensors = dict(unwrapped(model).named_parameters())
+    tensors = dict(unwrap(model).named_parameters())
     flat = torch.cat([tensors[name].detach().reshape(-1).double() for name in candidates.names])
-    return choose_largest(candidates.picked(flat).abs(), positions_of(model, candidates), n)
+    return choose_largest(candidates.pick(flat).abs(), positions_of(model, candidates), n)
 
 
 def random(
@@ -385,7 +385,7 @@ def greedy(
     device, candidates = problem.network.device, problem.network.selection.size
     count = number_to_choose(n, candidates)
     size = min(candidates, max(POOL, 2 * count)) if pool is None else _checked_pool(pool, count, candidates)
-    refuse_beyond(24 * size**2 + 16 * size * count, device, f"a pool of {size} weights", "Lower n or pool")
+    refuse_large_result(24 * size**2 + 16 * size * count, device, f"a pool of {size} weights", "Lower n or pool")
     posterior = Diagonal(curvature="ggn").fit(problem, batches)
     if posterior.problem.learn_prior:
         posterior = MaximiseEvidence()(start_near_optimum(posterior))
@@ -402,7 +402,7 @@ def greedy(
     )
     curvature /= phi
     curvature.diagonal().add_(added[kept])
-    chosen = most_explaining(curvature, gram, count, float(added[kept].min()), batches.progress)
+    chosen = choose_most_explaining(curvature, gram, count, float(added[kept].min()), batches.progress)
     return Subnetwork(positions[chosen].sort().values.cpu())
 
 

@@ -29,7 +29,7 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
 from lapwing.problem import Statistics
-from lapwing.runtime.memory import budget, gathered, runs
+from lapwing.runtime.memory import budget, chunks, concat_chunks
 from lapwing.runtime.threads import generator_or_default, normal
 
 CACHE = 0.5  # share of the byte budget for layer factors that are kept between products
@@ -138,10 +138,12 @@ class NetworkDesign:
         rows, nbytes = list[int](), 0
         for jacobians in sweep:
             rows.append(jacobians.batch * jacobians.outputs)
-            if kept == [] and jacobians.formed_bytes() > cache:  # before the factors of one chunk exceed the memory
+            if (
+                kept == [] and jacobians.materialised_bytes() > cache
+            ):  # before the factors of one chunk exceed the memory
                 kept = None
             if kept is not None:
-                kept.append(jacobians.formed())
+                kept.append(jacobians.materialised())
                 nbytes += kept[-1].nbytes
                 if nbytes > cache:
                     kept = None
@@ -343,7 +345,7 @@ class DenseTangent:
     def _parts(self) -> tuple[Tensor, ...]:
         """The Jacobian in parts that fit the byte budget in float64."""
         rows, size = self.jacobian.shape
-        return tuple(self.jacobian[part] for part in runs(rows, 8 * size, self.jacobian.device))
+        return tuple(self.jacobian[part] for part in chunks(rows, 8 * size, self.jacobian.device))
 
     def gradient(self, delta: Tensor) -> tuple[float, Tensor]:
         """Return the summed loss at w̃ + delta and its gradient (P,), float64."""
@@ -400,7 +402,7 @@ class StreamedTangent:
     def _products(self, label: str, v: Tensor) -> Iterator[tuple[object, Tensor, Tensor, Tensor]]:
         """Yield (inputs, f, y, J v) for every batch."""
         v = v.to(self.network.device, self.network.dtype)
-        plain = self.network.shifted(None)
+        plain = self.network.with_shift(None)
         for batch in self.data.batches(label):
             f = plain(batch.inputs).double()
             y = self.likelihood.targets(f, batch.targets)
@@ -450,7 +452,7 @@ def hessian_product(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> 
         return torch.einsum("...ck,...dk,n...d->n...c", root, root, u[:, part])
 
     each = 3 * f.element_size() * f[0].numel() * f.shape[-1]
-    return gathered((product(part) for part in runs(len(f), each, f.device)), len(f), 1)
+    return concat_chunks((product(part) for part in chunks(len(f), each, f.device)), len(f), 1)
 
 
 @dataclass(frozen=True, eq=False)

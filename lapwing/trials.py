@@ -16,7 +16,7 @@ from lapwing.errors import LapwingError
 from lapwing.linalg.dense import eigh
 from lapwing.methods.base import Method
 from lapwing.methods.cost import Cost, Work, Workload
-from lapwing.networks.network import plain_passes, trained_names
+from lapwing.networks.network import plain_passes, trainable_names
 from lapwing.problem import Problem
 from lapwing.values.gaussian import FunctionGaussian
 
@@ -59,7 +59,7 @@ class Trials:
         if targets is None:
             targets = _draw_targets(problem, inputs)
         time_of = lambda call: shortest_time(call, network.device)
-        with plain_passes(network, inputs, trained_names(network.model)) as plain:
+        with plain_passes(network, inputs, trainable_names(network.model)) as plain:
             forward, training = time_of(plain.forward), time_of(plain.training)
         rows = SQUARE
         if network.device.type != "cpu":  # as many as the largest factor has

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from experiments.tomography.geometry import Geometry, pixel_centres, require_geometry
 from lapwing.errors import DataError
-from lapwing.runtime.settings import one_of, seen
+from lapwing.runtime.settings import describe, one_of
 
 WINDOWS = ("none", "hann")
 
@@ -111,7 +111,8 @@ def _checked(geometry: Geometry, sinogram: Any) -> Tensor:
     good = isinstance(sinogram, Tensor) and sinogram.dtype in (torch.float32, torch.float64) and sinogram.ndim
     if not good or sinogram.shape[-1] != angles * bins:
         raise DataError(
-            f"sinogram is {seen(sinogram)}; expected float32 or float64 numbers of shape (..., {angles * bins}), for "
+            f"sinogram is {describe(sinogram)}; expected float32 or float64 numbers of shape (..., {angles * bins}), "
+            "for "
             f"{angles} angles and {bins} bins."
         )
     if not bool(sinogram.isfinite().all()):

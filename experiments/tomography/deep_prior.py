@@ -22,9 +22,9 @@ from lapwing.runtime.settings import (
     POSITIVE,
     HasSettings,
     Rule,
+    describe,
     integer,
     required,
-    seen,
     setting,
 )
 from lapwing.runtime.threads import ProgressBar
@@ -128,7 +128,7 @@ def reconstruct(
     FINITE.check("y", y)
     FINITE.check("z", z)
     if y.ndim != 1 or z.ndim != 2:
-        raise DataError(f"y is {seen(y)}, z is {seen(z)}; expected measurements (dy,) and one image (H, W).")
+        raise DataError(f"y is {describe(y)}, z is {describe(z)}; expected measurements (dy,) and one image (H, W).")
     GENERATOR.check("generator", generator)
     generators = None if generator is None else [generator]
     return reconstruct_many([unet], operator, y[None], z[None], training, generators=generators, progress=progress)[0]
@@ -297,12 +297,12 @@ def _check_networks(
     FINITE.check("y", y)
     FINITE.check("z", z)
     if not unets or not all(isinstance(unet, UNet) for unet in unets):
-        raise UnsupportedError(f"unets is {seen(unets)}; expected a list of at least one UNet.")
+        raise UnsupportedError(f"unets is {describe(unets)}; expected a list of at least one UNet.")
     if len({(str(unet), unet.skips, unet.sigmoid, unet.dropout) for unet in unets}) > 1:
         raise UnsupportedError("the networks have different settings; expected the same ones. Train them apart.")
     if y.ndim != 2 or z.ndim != 3 or not len(unets) == len(y) == len(z):
         raise DataError(
-            f"{len(unets)} networks, y is {seen(y)}, z is {seen(z)}; expected measurements (N, dy) and images "
+            f"{len(unets)} networks, y is {describe(y)}, z is {describe(z)}; expected measurements (N, dy) and images "
             "(N, H, W), one for each network."
         )
     if y.dtype != z.dtype or y.device != z.device:
@@ -316,10 +316,14 @@ def _check_networks(
 def _check_measured(operator: Operator, y: Tensor, z: Tensor) -> None:
     """Raise unless the operator maps images of the size of z to measurements of the size of y."""
     if not hasattr(operator, "forward"):
-        raise DataError(f"the operator is {seen(operator)}; expected an object with forward, such as a SparseOperator.")
+        raise DataError(
+            f"the operator is {describe(operator)}; expected an object with forward, such as a SparseOperator."
+        )
     try:
         measured = operator.forward(z[:1].flatten(1))
     except RuntimeError as error:
         raise DataError(f"the operator does not take images of shape {tuple(z.shape[1:])}: {error}") from error
     if measured.shape != (1, y.shape[1]):
-        raise DataError(f"the operator returns {seen(measured)} for one image; y has {y.shape[1]} measurements each.")
+        raise DataError(
+            f"the operator returns {describe(measured)} for one image; y has {y.shape[1]} measurements each."
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.runtime.settings import TENSOR, Rule, integer, is_real, seen
+from lapwing.runtime.settings import TENSOR, Rule, describe, integer, is_real
 
 FLOOR = Rule("a finite variance of at least zero", lambda v: is_real(v) and 0 <= v < math.inf)
 NUMBERS_AT_ONCE = 2**25  # of the samples, in float64: 256 MB
@@ -101,7 +101,7 @@ def sampled_patch_log_density(
     error = _error(truth, mean)
     TENSOR.check("deviations", deviations)
     if deviations.ndim != 2 or deviations.shape[1] != error.numel() or not len(deviations):
-        raise DataError(f"deviations is {seen(deviations)}; expected samples (K, {error.numel()}).")
+        raise DataError(f"deviations is {describe(deviations)}; expected samples (K, {error.numel()}).")
     FLOOR.check("floor", floor)
     SHRINKAGE.check("shrinkage", shrinkage)
     total, count = 0.0, len(deviations)
@@ -120,7 +120,7 @@ def _patches(image: Tensor, patch: int) -> list[Tensor]:
     """Return the pixels of all patches as positions in the flat image: (patches, d) for each shape of patch."""
     integer().check("patch", patch)
     if image.ndim != 2 or patch > min(image.shape):
-        raise DataError(f"the image is {seen(image)}; expected (H, W) of at least {patch}×{patch} pixels.")
+        raise DataError(f"the image is {describe(image)}; expected (H, W) of at least {patch}×{patch} pixels.")
     height, width = image.shape
     positions = torch.arange(image.numel(), device=image.device).reshape(height, width)
     groups: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
@@ -158,11 +158,11 @@ def _error(truth: Tensor, mean: Tensor) -> Tensor:
     TENSOR.check("truth", truth)
     TENSOR.check("mean", mean)
     if truth.shape != mean.shape or not truth.numel():
-        raise DataError(f"truth is {seen(truth)}, mean is {seen(mean)}; expected the same shape.")
+        raise DataError(f"truth is {describe(truth)}, mean is {describe(mean)}; expected the same shape.")
     return truth.detach().double() - mean.detach().double()
 
 
 def _check_covariance(covariance: Tensor, size: int, diagonal: bool) -> None:
     TENSOR.check("covariance", covariance)
     if covariance.shape != (size, size) and not (diagonal and covariance.shape == (size,)):
-        raise DataError(f"covariance is {seen(covariance)}; expected ({size}, {size}).")
+        raise DataError(f"covariance is {describe(covariance)}; expected ({size}, {size}).")

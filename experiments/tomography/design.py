@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.errors import DataError, NumericalError
 from lapwing.linalg.operators import SparseOperator
-from lapwing.runtime.settings import POSITIVE, Rule, integer, one_of, seen
+from lapwing.runtime.settings import POSITIVE, Rule, describe, integer, one_of
 from lapwing.runtime.threads import normal
 
 SQUARE = Rule(
@@ -221,7 +221,7 @@ def _factor(covariance: Tensor, noise_std: float) -> Tensor:
 def _projected(belief: Belief, operator: SparseOperator) -> Tensor:
     """Return A Σ Aᵀ; raise if the operator is for images of another size."""
     if not isinstance(operator, SparseOperator):
-        raise DataError(f"a candidate is {seen(operator)}; expected a SparseOperator.")
+        raise DataError(f"a candidate is {describe(operator)}; expected a SparseOperator.")
     if operator.size != belief.size:
         raise DataError(f"a candidate is for {operator.size} pixels; expected {belief.size}, as the belief.")
     return belief.projected(operator)

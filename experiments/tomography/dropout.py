@@ -11,7 +11,7 @@ from torch import Tensor
 from experiments.tomography.scores import noise_floor
 from experiments.tomography.unet import UNet, dropout_masks
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.runtime.settings import POSITIVE, TENSOR, integer, seen
+from lapwing.runtime.settings import POSITIVE, TENSOR, describe, integer
 from lapwing.runtime.threads import generator_or_default
 
 
@@ -24,7 +24,7 @@ class SampledImages:
     def __post_init__(self) -> None:
         TENSOR.check("samples", self.samples)
         if self.samples.ndim != 3 or len(self.samples) < 2:
-            raise DataError(f"samples is {seen(self.samples)}; expected at least two images (K, H, W).")
+            raise DataError(f"samples is {describe(self.samples)}; expected at least two images (K, H, W).")
 
     @cached_property
     def mean(self) -> Tensor:
@@ -79,7 +79,7 @@ def dropout_samples(
     integer().check("chunk", chunk)
     TENSOR.check("z", z)
     if z.ndim != 2:
-        raise DataError(f"z is {seen(z)}; expected one image (H, W).")
+        raise DataError(f"z is {describe(z)}; expected one image (H, W).")
     if not unet.dropout:
         raise UnsupportedError("the network has no dropout; expected one that was trained with UNet(dropout=0.05).")
     masks = dropout_masks(unet, samples, generator_or_default(generator), z)
@@ -111,5 +111,5 @@ def isotropic_baselines(
     POSITIVE.check("learned_std", learned_std)
     unit = noise_floor(matrix, 1.0, rank)
     if image.numel() != matrix.shape[1]:
-        raise DataError(f"image is {seen(image)}, matrix is {seen(matrix)}; expected (H, W) and (dy, H · W).")
+        raise DataError(f"image is {describe(image)}, matrix is {describe(matrix)}; expected (H, W) and (dy, H · W).")
     return IsotropicImage(image, unit), IsotropicImage(image, learned_std**2 * unit)

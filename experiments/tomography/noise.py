@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lapwing.errors import DataError
 from lapwing.linalg.operators import SparseOperator
-from lapwing.runtime.settings import Rule, is_real, seen
+from lapwing.runtime.settings import Rule, describe, is_real
 from lapwing.runtime.threads import normal
 
 SHARE = Rule("a finite number that is not negative", lambda v: is_real(v) and 0 <= v < math.inf, DataError)
@@ -36,7 +36,7 @@ def measured(
     """
     SHARE.check("share", share)
     if not isinstance(image, Tensor) or image.ndim not in (1, 2) or image.numel() != operator.size:
-        raise DataError(f"image is {seen(image)}; expected (H, W) or (H * W,) with {operator.size} pixels.")
+        raise DataError(f"image is {describe(image)}; expected (H, W) or (H * W,) with {operator.size} pixels.")
     x = image.reshape(-1).to(operator.like)
     if not bool(x.isfinite().all()):
         raise DataError("image has numbers that are not finite; expected finite ones.")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing import metrics
 from lapwing.errors import DataError
-from lapwing.runtime.settings import POSITIVE, TENSOR, integer, seen
+from lapwing.runtime.settings import POSITIVE, TENSOR, describe, integer
 
 
 def psnr(image: Tensor, truth: Tensor) -> float:
@@ -46,7 +46,7 @@ def ssim(image: Tensor, truth: Tensor, window: int = 7) -> float:
     image, truth = _checked(image=image, truth=truth)
     integer(2).check("window", window)
     if truth.ndim != 2 or min(truth.shape) < window:
-        raise DataError(f"truth is {seen(truth)}; expected an image of at least {window}×{window} pixels.")
+        raise DataError(f"truth is {describe(truth)}; expected an image of at least {window}×{window} pixels.")
     span = _range(truth)
     # Products lose digits beside a large offset.
     offset = truth.mean()
@@ -82,7 +82,7 @@ def noise_floor(matrix: Tensor, std: float, rank: int = 100) -> float:
     POSITIVE.check("std", std)
     integer().check("rank", rank)
     if matrix.ndim != 2 or not bool(matrix.isfinite().all()) or not bool(matrix.any()):
-        raise DataError(f"matrix is {seen(matrix)}; expected (dy, dx), finite and not zero.")
+        raise DataError(f"matrix is {describe(matrix)}; expected (dy, dx), finite and not zero.")
     values = torch.linalg.svdvals(matrix.detach().double())
     cutoff = values[0] * max(matrix.shape) * torch.finfo(matrix.dtype).eps
     kept = values[values > cutoff][:rank]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.runtime.settings import POSITIVE, TENSOR, HasSettings, integer, required, seen
+from lapwing.runtime.settings import POSITIVE, TENSOR, HasSettings, describe, integer, required
 
 JITTER = 1e-6  # relative variance on the diagonal of a filter's covariance
 
@@ -29,7 +29,7 @@ def total_variation(images: Tensor) -> Tensor:
     tensor(6.)
     """
     if images.ndim < 2:
-        raise DataError(f"images is {seen(images)}; expected (..., H, W).")
+        raise DataError(f"images is {describe(images)}; expected (..., H, W).")
     return images.diff(dim=-1).abs().sum((-2, -1)) + images.diff(dim=-2).abs().sum((-2, -1))
 
 
@@ -68,7 +68,8 @@ def expected_variation(mean_difference: Tensor, variance: Tensor) -> Tensor:
     """
     if mean_difference.shape != variance.shape:
         raise DataError(
-            f"mean_difference is {seen(mean_difference)}, variance is {seen(variance)}; expected the same shape."
+            f"mean_difference is {describe(mean_difference)}, variance is {describe(variance)}; expected the same "
+            "shape."
         )
     far = _far(mean_difference, variance)
     # The unused branch of a ``where`` must be finite as well, or its gradient is NaN.
@@ -160,11 +161,11 @@ class TVPredCP(HasSettings):
         classes = len(self.class_variances) if self.class_variances.ndim else 0
         if self.class_variances.shape != (classes, *self.edge_means.shape) or self.edge_means.ndim != 1:
             raise DataError(
-                f"class_variances is {seen(self.class_variances)}, edge_means is {seen(self.edge_means)}; "
+                f"class_variances is {describe(self.class_variances)}, edge_means is {describe(self.edge_means)}; "
                 "expected (classes, e) and (e,)."
             )
         if self.class_blocks.shape != (classes,) or self.class_blocks.is_floating_point():
-            raise DataError(f"class_blocks is {seen(self.class_blocks)}; expected {classes} whole numbers.")
+            raise DataError(f"class_blocks is {describe(self.class_blocks)}; expected {classes} whole numbers.")
         named = self.class_blocks[self.class_blocks >= 0].unique()
         if not len(named) or not torch.equal(named.cpu(), torch.arange(len(named))):
             raise DataError(f"class_blocks names the blocks {named.tolist()}; expected 0, 1, 2, … without a gap.")
@@ -194,7 +195,7 @@ class TVPredCP(HasSettings):
     def block_variances(self, coefficients: Tensor) -> Tensor:
         """Return the variances of all differences under each block alone, (blocks, e); linear in the coefficients."""
         if coefficients.shape != self.class_blocks.shape:
-            raise DataError(f"coefficients is {seen(coefficients)}; expected {len(self.class_blocks)} numbers.")
+            raise DataError(f"coefficients is {describe(coefficients)}; expected {len(self.class_blocks)} numbers.")
         member = self.class_blocks == torch.arange(self.n_blocks, device=self.class_blocks.device).unsqueeze(1)
         return (member.to(coefficients) * coefficients) @ self.class_variances.to(coefficients)
 
@@ -218,8 +219,9 @@ def exponential_coefficients(
     """
     if log_variances.shape != log_lengths.shape or class_blocks.shape != distances.shape or distances.ndim != 1:
         raise DataError(
-            f"log_variances is {seen(log_variances)}, log_lengths is {seen(log_lengths)}, class_blocks is "
-            f"{seen(class_blocks)}, distances is {seen(distances)}; expected two of (blocks,), then two of (classes,)."
+            f"log_variances is {describe(log_variances)}, log_lengths is {describe(log_lengths)}, class_blocks is "
+            f"{describe(class_blocks)}, distances is {describe(distances)}; expected two of (blocks,), then two of "
+            "(classes,)."
         )
     block, has_length = class_blocks.clamp_min(0), (class_blocks >= 0).to(log_lengths)
     variance = log_variances.exp()[block] * has_length

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lapwing.errors import DataError
-from lapwing.runtime.settings import FLAG, Rule, integer, is_integer, is_real, seen
+from lapwing.runtime.settings import FLAG, Rule, describe, integer, is_integer, is_real
 from lapwing.runtime.threads import global_seed, uniform
 
 SLOPE = 0.2  # of the leaky ReLU
@@ -89,7 +89,7 @@ class UNet(nn.Module):
         ``masks`` (n_masks, channels), or (B, n_masks, channels), multiply the channels after each 3×3 convolution.
         """
         if x.ndim != 4 or x.shape[1] != 1 or not x.numel():
-            raise DataError(f"the U-Net got {seen(x)}; expected images (B, 1, H, W).")
+            raise DataError(f"the U-Net got {describe(x)}; expected images (B, 1, H, W).")
         if masks is None and self.training and self.dropout:
             masks = dropout_masks(self, len(x), None, x)
         layers: Masks = repeat(None) if masks is None else iter(masks[..., None, None].unbind(-4))

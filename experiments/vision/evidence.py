@@ -264,7 +264,7 @@ class Run:
         core: Any = posterior.base
         network, mode = posterior.network, core.mode
         if mode is not None:
-            network = network.shifted(mode.theta - network.theta().double())
+            network = network.with_shift(mode.theta - network.theta().double())
         x, _ = self._data(images, self.settings.data)
         with torch.no_grad():
             return float(1 - network(x).double().softmax(-1).square().sum(-1).mean())

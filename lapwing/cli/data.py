@@ -15,7 +15,7 @@ from lapwing.cli.files import READERS, Block, DataFile, quote_names
 from lapwing.cli.models import call_factory, dtype_of, import_object, takes_indices
 from lapwing.data.samples import TARGET_KEYS
 from lapwing.errors import DataError, FileError, UnsupportedError
-from lapwing.runtime.settings import is_data, nearest, seen
+from lapwing.runtime.settings import describe, is_data, nearest
 
 INPUT_KEYS = ("x", "inputs", "input", "features", "data")  # of arrays, in any case
 
@@ -318,7 +318,7 @@ class Reader:
         made = found if is_data(found) or not callable(found) else call_factory(found, path, option)
         if not is_data(made):
             raise UnsupportedError(
-                f"{option} is {path!r}, which gives {seen(made)}; expected a DataLoader, a Dataset or a list of "
+                f"{option} is {path!r}, which gives {describe(made)}; expected a DataLoader, a Dataset or a list of "
                 "(inputs, targets) batches, or a function without arguments that returns one."
             )
         rows = _count(made)

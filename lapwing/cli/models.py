@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lapwing.api import load
 from lapwing.errors import FileError, LapwingError, ModelError, UnsupportedError
 from lapwing.fitted import Fitted
-from lapwing.runtime.settings import nearest, seen
+from lapwing.runtime.settings import describe, nearest
 
 
 class UserCodeError(LapwingError):
@@ -240,7 +240,7 @@ def _build_model(path: str) -> nn.Module:
     if made is None and callable(factory):
         made = call_factory(factory, path, "MODEL")
     if not isinstance(made, nn.Module):
-        returned = f"which returns {seen(made)}" if callable(factory) else f"which is {seen(factory)}"
+        returned = f"which returns {describe(made)}" if callable(factory) else f"which is {describe(factory)}"
         raise UnsupportedError(f"MODEL is {path!r}, {returned}; expected a function that returns a torch.nn.Module.")
     return made
 

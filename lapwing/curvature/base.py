@@ -12,7 +12,7 @@ from lapwing.errors import UnsupportedError
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
 from lapwing.priors.base import BoundPrior
-from lapwing.runtime.memory import PIECE, runs
+from lapwing.runtime.memory import PIECE, chunks
 from lapwing.runtime.state import State
 
 S = TypeVar("S", bound="Curvature")
@@ -142,7 +142,7 @@ def layer_numbers(selection: Selection) -> tuple[list[str], Tensor]:
     by_parameter = selection.layer_of()
     order = {name: i for i, name in enumerate(dict.fromkeys(by_parameter))}
     numbers = torch.tensor([order[name] for name in by_parameter])
-    return list(order), selection.picked(numbers.repeat_interleave(torch.tensor(selection.sizes)))
+    return list(order), selection.pick(numbers.repeat_interleave(torch.tensor(selection.sizes)))
 
 
 def floored_by_layer(values: Tensor, selection: Selection) -> Tensor:
@@ -166,7 +166,7 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Tensor) -> Tensor:
 
 def in_runs(jacobian: LayerJacobians, numbers: int, device: torch.device) -> Iterator[LayerJacobians]:
     """Yield runs of samples that fit the byte budget, where each row takes so many float64 ``numbers``."""
-    for rows in runs(jacobian.batch, 8 * numbers * jacobian.outputs, device):
+    for rows in chunks(jacobian.batch, 8 * numbers * jacobian.outputs, device):
         yield jacobian.samples(rows)
 
 
@@ -182,7 +182,7 @@ def crossed(
     A row takes so many float64 ``numbers`` while it is computed; samples are taken in runs that fit the byte budget.
     """
     second, total = one if other is None else other, None
-    pieces = [list(runs(each.batch, 8 * numbers * each.outputs, device, PIECE / 2)) for each in (one, second)]
+    pieces = [list(chunks(each.batch, 8 * numbers * each.outputs, device, PIECE / 2)) for each in (one, second)]
     for here in pieces[0]:
         left = rows_of(one.samples(here))
         if total is None:

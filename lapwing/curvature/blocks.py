@@ -32,11 +32,11 @@ from lapwing.linalg.dense import (
     FullBasis,
     Gram,
     ThinBasis,
-    batches,
     cholesky,
     eigh_each,
-    mirrored,
-    survives,
+    group_by_size,
+    keeps_eigenvalues,
+    mirror,
 )
 from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.last_layer import HeadGGN
@@ -356,7 +356,7 @@ class FactorSum:
         """Return the factor with these ``totals``; one that nothing was added to is zero."""
         parts: list[Factor] = []
         rows, summed, diagonal, less, dropped = totals
-        matrix = lambda total: mirrored(total).reshape(self._groups, self._size, self._size)
+        matrix = lambda total: mirror(total).reshape(self._groups, self._size, self._size)
         if summed is not None and summed.ndim == 3:
             parts.append(MatrixFactor(matrix(summed), self._dtype))
         elif summed is not None:
@@ -386,7 +386,7 @@ def decompose(factors: Sequence[Factor]) -> list[Spectrum]:
     sizes = [factor.order for factor in pending]
     visible = is_showing() and 7 * sum(float(size) ** 3 for size in sizes) > LONG
     fixed = sum(not f.numbers.requires_grad for f in pending)
-    groups = [*batches(sizes[:fixed]), *([i] for i in range(fixed, len(pending)))]
+    groups = [*group_by_size(sizes[:fixed]), *([i] for i in range(fixed, len(pending)))]
     for numbers in ProgressBar(groups, "eigendecompositions", visible):
         together = [pending[i] for i in numbers]
         pairs = psd_eigh_each([f.symmetric() for f in together], together[0].dtype)
@@ -419,7 +419,7 @@ def psd_eigh_each(matrices: Sequence[Tensor], dtype: torch.dtype | None = None) 
 
     Each is decomposed in ``dtype`` where that keeps its small eigenvalues, at half of the cost.
     """
-    narrow = [dtype is not None and dtype != m.dtype and survives(m.detach(), dtype) for m in matrices]
+    narrow = [dtype is not None and dtype != m.dtype and keeps_eigenvalues(m.detach(), dtype) for m in matrices]
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     for kind in (True, False):
         numbers = [i for i, each in enumerate(narrow) if each is kind]
@@ -544,7 +544,7 @@ class DiagonalPrecision(BlockPrecision):
     log_determinant: Tensor
 
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
-        return jacobian.weighted(self.inverse, tokens, full)
+        return jacobian.quadratic_form(self.inverse, tokens, full)
 
     def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
         return jacobian.between(jacobian if other is None else other, self.inverse)
@@ -697,4 +697,4 @@ class FullSum(BlockSum):
         return [self._gram.total()]
 
     def value(self, totals: Sequence[Any]) -> FullBlock:
-        return FullBlock(mirrored(totals[0]))
+        return FullBlock(mirror(totals[0]))

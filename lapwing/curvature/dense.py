@@ -17,10 +17,10 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, check_finite
 from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood, as_count, weighted_count, weighted_loss
-from lapwing.linalg.dense import Gram, cholesky, eigh, eigvalsh, mirrored, not_definite, svd, symmetrise
-from lapwing.networks.forward import raw_output, recording, shaped
-from lapwing.networks.graph import read
-from lapwing.networks.jacobians import Block, LayerJacobians, near
+from lapwing.linalg.dense import Gram, cholesky, eigh, eigvalsh, mirror, not_definite, svd, symmetrise
+from lapwing.networks.forward import raw_output, recording, with_output_dim
+from lapwing.networks.graph import read_graph
+from lapwing.networks.jacobians import Block, LayerJacobians, small_results_budget
 from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
@@ -28,7 +28,7 @@ from lapwing.networks.passes import seed_by_seed, vjp
 from lapwing.networks.selection import Selection
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import Statistics, sample_count
-from lapwing.runtime.memory import fitting, gathered, runs
+from lapwing.runtime.memory import batch_size_for, chunks, concat_chunks
 from lapwing.runtime.state import ROUNDING, Array, Flag, Latest, State, saved, semidefinite, symmetric
 from lapwing.runtime.threads import math_attention
 
@@ -57,7 +57,7 @@ class FullPrecision(Precision):
             row_products(self._white_rows(some).unflatten(0, (some.batch, jacobian.tokens, -1)), full).to(some.dtype)
             for some in in_runs(jacobian, COPIES * self.selection.size, self.factor.device)
         )
-        return gathered(parts, jacobian.batch)
+        return concat_chunks(parts, jacobian.batch)
 
     def _white_rows(self, jacobian: LayerJacobians) -> Tensor:
         """Return L⁻¹ Jᵀ as rows, (B K, P), in float64."""
@@ -76,7 +76,7 @@ class FullPrecision(Precision):
         blocks = self._covariances.at(block, lambda: self._arranged(block))  # (pairs, d_in, d_in)
         first, second = torch.triu_indices(d_out, d_out, device=a.device)
         forms = a.new_empty(batch, d_out, d_out)
-        for pairs in runs(len(first), a.element_size() * batch * d_in, a.device):
+        for pairs in chunks(len(first), a.element_size() * batch * d_in, a.device):
             products = torch.matmul(a, blocks[pairs])  # (pairs, B, d_in)
             value = torch.einsum("pbi,bi->bp", products, a)
             forms[:, first[pairs], second[pairs]] = value
@@ -215,7 +215,7 @@ def full_curvature(sweep: Sweep, network: Network) -> FullCurvature:
             gram.add(some.whole().flatten(0, 1), exact=True)
     own = [None if gram is None else gram.total(), None if pairs is None else pairs.value()]
     outer, of_pairs = sweep.processes.sum(own)
-    parts = [] if outer is None else [mirrored(outer)]
+    parts = [] if outer is None else [mirror(outer)]
     if of_pairs is not None:
         if not sweep.processes.is_single_process:  # the order of the sum is not the same for all entries
             symmetrise(of_pairs)
@@ -242,7 +242,7 @@ class _PairSums:
         a = part.a[0].flatten(0, 1).double()
         d_out = part.diagonal.shape[-1] if isinstance(part, HeadGGN) else part.g.shape[-1]
         first, second = torch.triu_indices(d_out, d_out, device=a.device)
-        most = fitting(self.ROWS, 3 * a.element_size() * d_out**2, a.device)
+        most = batch_size_for(self.ROWS, 3 * a.element_size() * d_out**2, a.device)
         for start in range(0, len(a), most):
             rows = slice(start, start + most)
             if isinstance(part, HeadGGN):
@@ -283,7 +283,7 @@ class _PairSums:
 def _add_weighted(total: Tensor, left: Tensor, weights: Tensor, right: Tensor) -> None:
     """Add Σ_b weights_pb left_ib right_bj to ``total`` (pairs, d_left, d_right)."""
     rows, (width, last) = left.shape[1], total.shape[1:]
-    for part in runs(len(weights), left.element_size() * rows * width, left.device):
+    for part in chunks(len(weights), left.element_size() * rows * width, left.device):
         tall = weights[part].unsqueeze(1) * left  # (p, d_left, B)
         total[part].view(-1, last).addmm_(tall.view(-1, rows), right)
 
@@ -323,7 +323,7 @@ class Rows:
         """Return v Wᵀ for v (n, P): (n, r)."""
         raise NotImplementedError
 
-    def combined(self, c: Tensor) -> Tensor:
+    def combine(self, c: Tensor) -> Tensor:
         """Return c W for c (n, r): (n, P)."""
         raise NotImplementedError
 
@@ -337,20 +337,20 @@ class StoredRows(Rows):
 
     def gram(self, prior: BoundPrior) -> Tensor:
         v, precision = self.vectors, prior.vector.to(self.vectors)
-        parts = runs(v.shape[1], 2 * v.element_size() * len(v), v.device)
+        parts = chunks(v.shape[1], 2 * v.element_size() * len(v), v.device)
         total = reduce(torch.add, ((v[:, part] / precision[part]) @ v[:, part].mT for part in parts))
         return self.sizes[:, None] * total * self.sizes
 
     def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         v, precision = self.vectors, prior.vector.to(self.vectors)
         each = 3 * v.element_size() * v.shape[1]
-        parts = (jacobian.jvp(v[part] / precision).to(v).flatten(1) for part in runs(len(v), each, v.device))
-        return gathered(parts, len(v)) * self.sizes[:, None]
+        parts = (jacobian.jvp(v[part] / precision).to(v).flatten(1) for part in chunks(len(v), each, v.device))
+        return concat_chunks(parts, len(v)) * self.sizes[:, None]
 
     def times(self, v: Tensor) -> Tensor:
         return (v @ self.vectors.mT) * self.sizes
 
-    def combined(self, c: Tensor) -> Tensor:
+    def combine(self, c: Tensor) -> Tensor:
         return (c * self.sizes) @ self.vectors
 
 
@@ -391,7 +391,7 @@ class LowRankPrecision(Precision):
             numbers += 3 * max(part.nbytes for _, part in jacobian) // (rows * itemsize)
         each = (some.double() for some in in_runs(jacobian, numbers, self._gram.device))
         parts = (self._reduced(self._prior_only.quadratic(some, full), some, full).to(jacobian.dtype) for some in each)
-        return gathered(parts, jacobian.batch)
+        return concat_chunks(parts, jacobian.batch)
 
     def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
         double = jacobian.double()
@@ -431,7 +431,7 @@ class LowRankPrecision(Precision):
             row_products(self._root_rows(some).reshape(some.batch, *lead[1:], -1), full)
             for some in in_runs(jacobian, self._numbers, covariance.device)
         )
-        return gathered(parts, jacobian.batch)
+        return concat_chunks(parts, jacobian.batch)
 
     @property
     def _numbers(self) -> int:
@@ -445,7 +445,7 @@ class LowRankPrecision(Precision):
            c = J A^{-1} W^\top (I + W A^{-1} W^\top)^{-1} $$
         """
         c = torch.cholesky_solve(self.rows.pulled(jacobian, self.prior), self._inner).mT
-        rest = jacobian.whole().flatten(0, 1) - self.rows.combined(c)
+        rest = jacobian.whole().flatten(0, 1) - self.rows.combine(c)
         return torch.cat([rest * self.prior.vector.to(rest).rsqrt(), c], 1)
 
     def sample(self, eps: Tensor) -> Tensor:
@@ -461,7 +461,7 @@ class LowRankPrecision(Precision):
 
         It is v - Yᵀ E (s (s + 1))⁻¹ Eᵀ Y v.
         """
-        return v - self.rows.combined(self.rows.times(v * root) @ self._root_core) * root
+        return v - self.rows.combine(self.rows.times(v * root) @ self._root_core) * root
 
     @cached_property
     def _root_core(self) -> Tensor:
@@ -474,12 +474,12 @@ class LowRankPrecision(Precision):
         prior_variances = self.prior.vector.double().reciprocal()
         scaled = v.to(prior_variances) * prior_variances
         inner = torch.cholesky_solve(self.rows.times(scaled).mT, self._inner).mT
-        return (scaled - self.rows.combined(inner) * prior_variances).to(v)
+        return (scaled - self.rows.combine(inner) * prior_variances).to(v)
 
     def variances(self) -> Tensor:
         prior_variances = self.prior.vector.double().reciprocal()
         eye = torch.eye(len(self._gram), dtype=self._gram.dtype, device=self._gram.device)
-        rows = self.rows.combined(torch.linalg.solve_triangular(self._inner, eye, upper=False)) * prior_variances
+        rows = self.rows.combine(torch.linalg.solve_triangular(self._inner, eye, upper=False)) * prior_variances
         return prior_variances - rows.square().sum(0)
 
 
@@ -549,16 +549,16 @@ def full_hessian(network: Network, likelihood: Likelihood, data: Data) -> tuple[
     total = torch.zeros(selection.size, selection.size, dtype=torch.float64, device=network.device)
     loss_sum, count = 0.0, 0.0
     for inputs, targets, weights in _parts(network, data):
-        with math_attention, recording(tensors, selection.names, network.plain):
+        with math_attention, recording(tensors, selection.names, network.plain_kernels):
             raw = raw_output(network.replica, inputs)
-            f = shaped(raw)
+            f = with_output_dim(raw)
             check_finite(f.detach(), "outputs of the network")
             y = likelihood.targets(f.detach(), targets)
             loss = weighted_loss(likelihood, f, y, weights).sum()
             grads = torch.autograd.grad(loss, chosen, create_graph=True, allow_unused=True, materialize_grads=True)
-            gradient = selection.picked(torch.cat([g.reshape(-1) for g in grads]))
+            gradient = selection.pick(torch.cat([g.reshape(-1) for g in grads]))
             if gradient.requires_grad:
-                looped = seed_by_seed(read(raw), raw, network.recurrent)
+                looped = seed_by_seed(read_graph(raw), raw, network.recurrent)
                 _add_slopes(total, gradient, network.for_inputs(inputs), raw.shape[0], looped)
         loss_sum += float(loss.detach())
         count += float(weighted_count(likelihood, f.detach(), y, weights))
@@ -573,7 +573,7 @@ def _parts(network: Network, data: Data) -> Iterator[tuple[Inputs, Tensor, Tenso
     for batch in data.batches("Hessian", weighted=True):
         count, sizes = sample_count(network, batch), network.for_inputs(batch.inputs).footprint
         each = 4 * torch.finfo(network.dtype).bits // 8 * (sizes.graph + sizes.width)
-        for rows in runs(count, each, network.device):
+        for rows in chunks(count, each, network.device):
             whole = rows == slice(0, count)
             inputs = batch.inputs if whole else network.take(batch.inputs, rows)
             yield inputs, batch.targets[rows], batch.weights_of(rows)
@@ -582,7 +582,7 @@ def _parts(network: Network, data: Data) -> Iterator[tuple[Inputs, Tensor, Tenso
 def _add_slopes(total: Tensor, gradient: Tensor, network: Network, batch: int, looped: bool) -> None:
     """Add ∂ gradient / ∂ θ to ``total``, as many rows at once as fit the byte budget; one by one if ``looped``."""
     size, width = len(gradient), 4 * batch * network.footprint.width  # forward, backward, and the gradients of both
-    step = max(1, near(network.device) // (gradient.element_size() * (2 * size + width)))
+    step = max(1, small_results_budget(network.device) // (gradient.element_size() * (2 * size + width)))
     rows = partial(vjp, network.replica, network.selection, gradient)
     for start in range(0, size, step):
         stop = min(start + step, size)

@@ -32,7 +32,7 @@ from lapwing.curvature.sweep import Sweep
 from lapwing.data.processes import Processes
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.dense import Axes, Basis, FullBasis, ThinBasis
-from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians, in_order
+from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians, flatten_blocks
 from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
@@ -58,32 +58,32 @@ class EigenPrecision(BlockPrecision):
         return each_pair(self.out, self.inp, self.inverse, *rotated.widths)
 
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
-        rotated = jacobian.rotated(self.out, self.inp, crossed=False)
-        return rotated.weighted(self._weights(rotated), tokens, full)
+        rotated = jacobian.rotate(self.out, self.inp, crossed=False)
+        return rotated.quadratic_form(self._weights(rotated), tokens, full)
 
     def quadratics(self, precisions: Sequence[EigenPrecision], jacobian: BlockJacobian, tokens: int) -> list[Tensor]:
         if any(each.out is not self.out or each.inp is not self.inp for each in precisions):
             return [each.quadratic(jacobian, tokens, True) for each in precisions]
-        rotated = jacobian.rotated(self.out, self.inp, crossed=False)
+        rotated = jacobian.rotate(self.out, self.inp, crossed=False)
         inverses = [each._weights(rotated) for each in precisions]
         if isinstance(rotated, LinearJacobian):
-            return list(rotated.weighted_each(torch.stack(inverses), tokens, True))
-        return [rotated.weighted(inverse, tokens, True) for inverse in inverses]
+            return list(rotated.quadratic_forms(torch.stack(inverses), tokens, True))
+        return [rotated.quadratic_form(inverse, tokens, True) for inverse in inverses]
 
     def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
-        rotated = jacobian.rotated(self.out, self.inp)
-        second = rotated if other is None else other.rotated(self.out, self.inp)
+        rotated = jacobian.rotate(self.out, self.inp)
+        second = rotated if other is None else other.rotate(self.out, self.inp)
         return rotated.between(second, self._weights(rotated))
 
     def sample(self, eps: Tensor) -> Tensor:
-        drawn = self.out.drawn(self.inp.drawn(eps).mT).mT
+        drawn = self.out.draw(self.inp.draw(eps).mT).mT
         scaled = drawn * each_pair(self.out, self.inp, self.inverse.sqrt(), *drawn.shape[-2:]).to(eps)
-        return self.out.combined(self.inp.combined(scaled).mT).mT
+        return self.out.combine(self.inp.combine(scaled).mT).mT
 
     def adjoint(self, v: Tensor) -> Tensor:
         turned = self.out.coordinates(self.inp.coordinates(v).mT).mT
         scaled = turned * each_pair(self.out, self.inp, self.inverse.sqrt(), *turned.shape[-2:]).to(v)
-        return self.out.undrawn(self.inp.undrawn(scaled).mT).mT
+        return self.out.draw_transposed(self.inp.draw_transposed(scaled).mT).mT
 
     def variances(self) -> Tensor:
         return diagonal_in(self.out, self.inp, self.inverse)
@@ -91,12 +91,12 @@ class EigenPrecision(BlockPrecision):
 
 def each_pair(out: Basis, inp: Basis, values: Tensor, height: int, width: int) -> Tensor:
     """Return a value for each pair of coordinates (..., height, width), from one for each pair of parts."""
-    return out.spread(inp.spread(values, width).mT, height).mT
+    return out.expand(inp.expand(values, width).mT, height).mT
 
 
 def diagonal_in(out: Basis, inp: Basis, values: Tensor) -> Tensor:
     """Return the diagonal (G, d_out, d_in) of the matrix with these eigenvalues in the basis out ⊗ inp."""
-    return out.squared(inp.squared(values).mT).mT
+    return out.diagonal(inp.diagonal(values).mT).mT
 
 
 def precision_in(out: Basis, inp: Basis, values: Tensor, scale_logdet: Tensor | float = 0.0) -> EigenPrecision:
@@ -121,13 +121,13 @@ class BlockwisePrecision(Precision):
 
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
         """Return (B, S, C, C), or (B, S, C). Blocks are added one by one, so memory is that of the largest."""
-        each = (self.blocks[i].quadratic(part, jacobian.tokens, full) for i, part in jacobian.each())
+        each = (self.blocks[i].quadratic(part, jacobian.tokens, full) for i, part in jacobian.numbered_blocks())
         return reduce(_added, each)
 
     def quadratics(self, precisions: Sequence[BlockwisePrecision], jacobian: LayerJacobians) -> list[Tensor]:
         """Return ``quadratic`` of all precisions; every block is formed, and rotated into its basis, once."""
         totals: list[Tensor] | None = None
-        for i, part in jacobian.each():
+        for i, part in jacobian.numbered_blocks():
             blocks = [precision.blocks[i] for precision in precisions]
             covariances = blocks[0].quadratics(blocks, part, jacobian.tokens)
             totals = covariances if totals is None else [*map(_added, totals, covariances)]
@@ -151,14 +151,14 @@ class BlockwisePrecision(Precision):
         return self._by_block(v, lambda precision, part: precision.sample(precision.adjoint(part)))
 
     def variances(self) -> Tensor:
-        return in_order([precision.variances() for precision in self.blocks], self.layout, self.selection)
+        return flatten_blocks([precision.variances() for precision in self.blocks], self.layout, self.selection)
 
     def _by_block(self, rows: Tensor, apply: Callable[[BlockPrecision, Tensor], Tensor]) -> Tensor:
         """Return ``apply(precision, part)`` of all blocks, joined, for the parts of rows (n, P)."""
         values = self.selection.split(rows)
         pairs = zip(self.blocks, self.layout, strict=True)
         parts = [apply(precision, block.arrange(values)) for precision, block in pairs]
-        return in_order(parts, self.layout, self.selection)
+        return flatten_blocks(parts, self.layout, self.selection)
 
 
 @saved
@@ -213,7 +213,7 @@ class BlockwiseCurvature(Curvature):
             raise UnsupportedError(
                 "a subnetwork of single weights has no Kronecker structure; use method=Full() or Diagonal()."
             )
-        return in_order(diagonals, self.layout, self.selection)
+        return flatten_blocks(diagonals, self.layout, self.selection)
 
     def refuse_prior(self, phi: Tensor, prior: BoundPrior) -> None:
         """Raise if a block cannot take the prior: any takes one precision, for others its factorisation tells."""
@@ -226,7 +226,7 @@ class BlockwiseCurvature(Curvature):
     def diagonal(self) -> Tensor:
         if self.selection.index is not None:  # the floor is that of the chosen weights
             return floored_by_layer(self.plain_diagonal(), self.selection)
-        return in_order([block.diagonal() for block in self.blocks], self.layout, self.selection)
+        return flatten_blocks([block.diagonal() for block in self.blocks], self.layout, self.selection)
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ class BlockwiseCurvature(Curvature):
             torch.full(block.form, float(curvature.only_diagonal is None)).to(like)
             for curvature, block in zip(self.blocks, self.layout, strict=True)
         ]
-        return in_order(parts, self.layout, self.selection)
+        return flatten_blocks(parts, self.layout, self.selection)
 
     def state(self) -> State:
         return State("BlockwiseCurvature", parts={str(i): block.state() for i, block in enumerate(self.blocks)})

@@ -28,7 +28,7 @@ from lapwing.likelihoods.base import (
     weighted_loss,
     weighted_seeds,
 )
-from lapwing.networks.jacobians import BlockJacobian, LayerJacobians, in_order, temporary
+from lapwing.networks.jacobians import BlockJacobian, LayerJacobians, flatten_blocks, temporary_bytes
 from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
@@ -302,7 +302,7 @@ class Sweep:
             del head
             first = True
             for seeds in self._seed_runs(tangent, f, targets) if numbers else ():
-                for number, part in tangent.jacobians(seeds).each(numbers):
+                for number, part in tangent.jacobians(seeds).numbered_blocks(numbers):
                     if self.seeds.sampled:
                         self.error.add(number, part)
                     yield number, part, first
@@ -333,13 +333,13 @@ class Sweep:
     def _closed_form(self, tangent: Tangent, f: Tensor, targets: Tensor) -> tuple[int, HeadGGN] | None:
         hessian = weighted_hessian(self.likelihood.hessian(f, targets), self.weights)
         hessian = hessian if self.seeds.output is None else hessian.for_output(self.seeds.output)
-        return tangent.closed_form(hessian.diagonal, hessian.outer)
+        return tangent.head_ggn(hessian.diagonal, hessian.outer)
 
     def _seed_runs(self, tangent: Tangent, f: Tensor, targets: Tensor, width: int = 0) -> Iterator[Tensor]:
         """Yield the seeds of a chunk in runs that fit the byte budget; usually all at once."""
         network, count = tangent.network, self.seeds.count(tuple(f.shape[1:]))
         self._drew = self.seeds.sampled
-        most = network.footprint.at_once(len(f), network.dtype, network.device, width)
+        most = network.footprint.seeds_at_once(len(f), network.dtype, network.device, width)
         if count <= most:
             yield self._weighted(self.seeds.at(self.likelihood, f, targets))
         else:
@@ -361,11 +361,11 @@ class Sweep:
         count: int | Tensor = 0
         # The C library returns large memory blocks to the system and maps them again at the next batch, a quarter of
         # the time of a pass. It stops below the largest block that was ever freed, up to 32 MB: so free one.
-        torch.empty(min(31 * 2**20, temporary(torch.device("cpu"))), dtype=torch.uint8)
+        torch.empty(min(31 * 2**20, temporary_bytes(torch.device("cpu"))), dtype=torch.uint8)
         readings = self.data.readings
         take_outputs, readings.take_outputs = readings.take_outputs, None
         batches = self.data.batches(self.label, weighted=True)
-        for batch in merge_batches(batches, lambda inputs: network.joined(inputs, n_seeds)):
+        for batch in merge_batches(batches, lambda inputs: network.batch_size_for(inputs, n_seeds)):
             _, y = checked_targets(network, likelihood, batch)
             # Sums stay on the device until the batch is done: reading one makes a GPU wait.
             before = total.clone()
@@ -486,4 +486,4 @@ class SquaredSum:
 
     def diagonal(self, processes: Processes = ALONE) -> Tensor:
         """Return the sum over the data of all processes, (P,)."""
-        return in_order(processes.sum(self._totals), self._network.layout, self._network.selection)
+        return flatten_blocks(processes.sum(self._totals), self._network.layout, self._network.selection)

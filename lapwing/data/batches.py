@@ -43,7 +43,7 @@ from lapwing.data.known_rows import RowSketch, Sketching
 from lapwing.data.processes import ALONE, Processes
 from lapwing.data.samples import Part, Share, Weighted, as_weights, refuse_copies, share_of, target_name
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.runtime.settings import KEY, is_array, seen
+from lapwing.runtime.settings import KEY, describe, is_array
 from lapwing.runtime.threads import ProgressBar, Stream, at_once, normal, undisturbed
 
 BATCH = 256  # samples in a batch of a Dataset that comes without a DataLoader, and in a step of training on a pair
@@ -69,7 +69,8 @@ def as_source(source: Any, name: str, processes: Processes, dtype: torch.dtype |
     if not parts or is_array(source) or isinstance(source, str | bytes | Mapping):
         mapping = " One batch that is a mapping goes into a list: [batch]." if isinstance(source, Mapping) else ""
         raise DataError(
-            f"{name} is {seen(source)}; expected a DataLoader, a Dataset, a list of (inputs, targets) batches, or one "
+            f"{name} is {describe(source)}; expected a DataLoader, a Dataset, a list of (inputs, targets) batches, or "
+            "one "
             f"pair (inputs, targets) of tensors or arrays.{mapping}"
         )
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
@@ -112,7 +113,7 @@ def _refuse_half_pair(source: Any, name: str) -> None:
         return
     last, count = source[-1], len(source)
     if count == 2 and (is_array(source[0]) or is_numbers(last)):
-        what = f"a {type(last).__name__} of {len(last)}" if isinstance(last, tuple | list) else seen(last)
+        what = f"a {type(last).__name__} of {len(last)}" if isinstance(last, tuple | list) else describe(last)
         convert = " Convert the list: np.asarray(targets), or torch.as_tensor(targets)." if is_numbers(last) else ""
         none = " For inputs without targets use predict." if last is None else ""
         raise DataError(
@@ -127,7 +128,7 @@ def _refuse_half_pair(source: Any, name: str) -> None:
 
 
 def _kind(value: Any) -> str:
-    return seen(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return describe(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def dataset_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[Any]:
@@ -206,7 +207,7 @@ def _targets(given: Any) -> Tensor:
         return torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"the targets of a batch are {seen(given)}; expected a tensor, or numbers that torch.as_tensor takes."
+            f"the targets of a batch are {describe(given)}; expected a tensor, or numbers that torch.as_tensor takes."
         ) from error
 
 
@@ -322,7 +323,7 @@ class Data:
     readings: Readings = field(default_factory=Readings, repr=False)
     stream: Stream | None = None  # the random numbers that the source draws, if not from the global generators as is
     processes: Processes = ALONE  # those that read the other parts
-    arrange: Callable[[Batch], Batch] | None = None  # applied to every batch, see ``Network.arranging``
+    arrange: Callable[[Batch], Batch] | None = None  # applied to every batch, see ``Network.arrange_data``
     dtype: torch.dtype | None = None  # of the tensors that arrays of inputs become; None refuses arrays
     keep_sketch: bool = False  # whether the first complete pass leaves a sketch of its rows in ``readings``
 
@@ -415,7 +416,7 @@ class Data:
             )
 
     def _arrange_batch(self, batch: Batch, position: int) -> Batch:
-        """Return the batch as ``arranged`` makes it; an error says which one it was."""
+        """Return the batch as ``arrange`` makes it; an error says which one it was."""
         try:
             return batch if self.arrange is None else self.arrange(batch)
         except DataError as error:

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from lapwing.errors import ProcessError, UnsupportedError
-from lapwing.runtime.settings import seen
+from lapwing.runtime.settings import describe
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Processes:
             return ALONE
         if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
             outside = group == dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else False
-            given = "a group that this process is not in" if outside else seen(group)
+            given = "a group that this process is not in" if outside else describe(group)
             raise UnsupportedError(
                 f"process_group is {given}; expected a group of torch.distributed that this process is in, such as "
                 "torch.distributed.group.WORLD after init_process_group(), or None."

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from lapwing.data.processes import Processes
 from lapwing.errors import DataError
-from lapwing.runtime.settings import DATA, FLAG, KEY, Rule, integer, is_array, seen
+from lapwing.runtime.settings import DATA, FLAG, KEY, Rule, describe, integer, is_array
 
 __all__ = ["OneSample", "Part", "SampleSet", "Weighted", "unpacked", "weighted"]
 
@@ -142,10 +142,10 @@ def as_weights(given: Any, n_samples: int, device: torch.device, where: str) -> 
     try:
         weights = torch.as_tensor(given).detach().to(device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"the weights of {where} are {seen(given)}; expected a tensor (B,).") from error
+        raise DataError(f"the weights of {where} are {describe(given)}; expected a tensor (B,).") from error
     if tuple(weights.shape) != (n_samples,) or weights.is_complex():
         raise DataError(
-            f"the weights of {where} are {seen(weights)} for {n_samples} samples; expected a real number for each "
+            f"the weights of {where} are {describe(weights)} for {n_samples} samples; expected a real number for each "
             "sample, (B,). Tokens and pixels have the weight of their sample: mark those that do not count by "
             "ignore_index."
         )

@@ -43,7 +43,7 @@ from lapwing.data.inputs import (
 from lapwing.data.processes import ALONE, Processes
 from lapwing.data.samples import TARGET_KEYS, share_of
 from lapwing.errors import DataError
-from lapwing.runtime.settings import KEY, is_data, seen
+from lapwing.runtime.settings import KEY, describe, is_data
 from lapwing.runtime.threads import ProgressBar, undisturbed, uniform
 
 PIECE = 2**16  # random keys that are drawn at a time
@@ -383,7 +383,7 @@ class InputStream:
             for choice in choices:
                 if not self.places or has_places(choice, self.places):
                     return choice
-        what = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else seen(item)
+        what = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else describe(item)
         form = f" with the tensors {', '.join(sorted(self.places))}" if self.places else ""
         raise DataError(
             f"batch {position} is a {what}; expected inputs{form}, or (inputs, targets), as in the fit. Other items "

@@ -14,7 +14,7 @@ from lapwing.data.inputs import Inputs
 from lapwing.decisions.collecting import input_batches, one_or_loader, refuse_shuffled, refuse_tokens
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.posteriors.base import Posterior
-from lapwing.runtime.memory import working
+from lapwing.runtime.memory import working_memory
 from lapwing.runtime.settings import NONE, Rule, integer, is_integer, one_of
 from lapwing.values.gaussian import FunctionGaussian
 
@@ -63,7 +63,7 @@ def _refuse_fewer(count: int, n: int) -> None:
 def _fitting(posterior: Fitted, samples: int | None) -> int:
     """Return how many inputs can be looked at together within the byte budget."""
     network = posterior.network
-    numbers, outputs = working(network.device) // (8 * COPIES), network.output_shape[-1]
+    numbers, outputs = working_memory(network.device) // (8 * COPIES), network.output_shape[-1]
     if samples == 0:
         return max(1, math.isqrt(numbers) // outputs)
     return max(1, numbers // ((samples or FUNCTIONS) * outputs))

@@ -25,7 +25,7 @@ from lapwing.networks.network import Network
 from lapwing.predictives.scores import Scoring
 from lapwing.problem import named_targets
 from lapwing.runtime.files import write_atomically
-from lapwing.runtime.settings import DATA, PATH, Rule, seen
+from lapwing.runtime.settings import DATA, PATH, Rule, describe
 from lapwing.runtime.threads import shows_progress, warn_caller
 
 if TYPE_CHECKING:
@@ -164,11 +164,12 @@ def label_batch(posterior: Fitted, batch: Batch, name: str) -> LabelledBatch:
         DataError: If targets do not fit, or are probabilities of classes, of which none is right or wrong.
     """
     network, likelihood = posterior.network, posterior.likelihood
-    batch = network.arranged(batch.to(network.device))
+    batch = network.arrange_targets(batch.to(network.device))
     y = named_targets(network, likelihood, batch, name)
     if likelihood.ignores_common_shift and y.is_floating_point():
         raise DataError(
-            f"{name}: targets are probabilities of the classes, {seen(y)}; expected class numbers: a soft target is "
+            f"{name}: targets are probabilities of the classes, {describe(y)}; expected class numbers: a soft target "
+            "is "
             "neither right nor wrong. Give the most probable classes, such as y.argmax(1)."
         )
     return LabelledBatch(batch.inputs, y, ~likelihood.ignored(y))
@@ -183,7 +184,7 @@ def source_of(network: Network, data: Iterable[Any], name: str, target_key: str 
 
 def batches_of(network: Network, source: Data) -> Iterator[Batch]:
     """Yield the batches of a loader, small ones joined as one pass of the network takes them."""
-    return merge_batches(source.batches(source.name), network.joined)
+    return merge_batches(source.batches(source.name), network.batch_size_for)
 
 
 def refuse_reused(posterior: Fitted, data: RowSketch | None, name: str, of_inputs: bool = False) -> None:
@@ -266,7 +267,7 @@ def input_batches(posterior: Fitted, x: Inputs, target_key: str | None, progress
             network.input_places,
             target_key,
             shows_progress(progress),
-            network.joined,
+            network.batch_size_for,
             dtype=network.arithmetic,
         )
     )

@@ -28,7 +28,7 @@ from lapwing.metrics import Calibration, RiskCoverage, ScoreInterval, calibratio
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.members import PointPosterior
 from lapwing.predictives.scores import LEVELS, ClassSums, Numbers, Score, Scoring
-from lapwing.runtime.memory import fitting
+from lapwing.runtime.memory import batch_size_for
 from lapwing.runtime.settings import GENERATOR, PROBABILITY, integer
 from lapwing.runtime.threads import independent_generator, warn_caller
 from lapwing.values.arrays import resampled_weights
@@ -43,7 +43,7 @@ def plain_of(posterior: Fitted) -> PointPosterior:
     """Return the plain network: the outputs as they are, under the likelihood of the posterior with its noise."""
     base = posterior.base.plain()
     network = base.problem.network
-    network = network if network.shift is None else network.shifted(None)
+    network = network if network.shift is None else network.with_shift(None)
     return PointPosterior(replace(base.problem, network=network), base.statistics, network.theta())
 
 
@@ -208,7 +208,7 @@ class Bootstrap:
         at = lambda each, weights: torch.stack([score.at(weights) for score in each], 1)
         values = {name: at(each, ones)[0] for name, each in scores.items()}
         rows = max(len(each.data.values) + each.data.inputs for each in found.values())
-        most = fitting(resamples, 40 * rows, torch.device("cpu"))
+        most = batch_size_for(resamples, 40 * rows, torch.device("cpu"))
         parts: dict[str, list[Tensor]] = {name: [] for name in scores}
         for weights in resampled_weights(first.inputs, resamples, independent_generator(generator), most):
             for name, each in scores.items():

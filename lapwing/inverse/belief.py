@@ -22,7 +22,7 @@ from lapwing.linalg.krylov import (
     randomised_eigenpairs,
 )
 from lapwing.linalg.operators import TINY, Solution
-from lapwing.runtime.memory import budget, runs
+from lapwing.runtime.memory import budget, chunks
 from lapwing.runtime.threads import normal_rows
 
 
@@ -336,7 +336,7 @@ class InverseBelief:
         """Yield n draws in chunks that fit the byte budget."""
         network = self.problem.network
         each = (3 * network.selection.size + 4 * (network.size + self.problem.observation.rows)) * 8
-        return runs(n, each, network.device)
+        return chunks(n, each, network.device)
 
     def prior_deviations(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Return J w₀ (n, dx), with w₀ from the prior."""

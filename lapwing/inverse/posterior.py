@@ -23,8 +23,8 @@ from lapwing.networks.selection import Weights
 from lapwing.posteriors.base import Tunable
 from lapwing.priors import FilterGP
 from lapwing.priors.base import Prior
-from lapwing.runtime.memory import budget, gathered, refuse_beyond
-from lapwing.runtime.settings import GENERATOR, NUMBER, Rule, integer, one_of, seen
+from lapwing.runtime.memory import budget, concat_chunks, refuse_large_result
+from lapwing.runtime.settings import GENERATOR, NUMBER, Rule, describe, integer, one_of
 from lapwing.runtime.threads import independent_generator, shows_inner_progress
 from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import Ascend, MaximiseEvidence, Tuner, check_tuner, run_tuner
@@ -254,7 +254,7 @@ class InversePosterior(Tunable):
         """
         width = self.problem.observation.rows
         if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != width:
-            raise DataError(f"rows is {seen(rows)}; expected (K, {width}).")
+            raise DataError(f"rows is {describe(rows)}; expected (K, {width}).")
         return self.belief.solve(rows)
 
     @outside_autocast
@@ -344,9 +344,9 @@ class InversePosterior(Tunable):
         GENERATOR.check("generator", generator)
         network = self.problem.network
         size = n * network.size * network.output.element_size()
-        refuse_beyond(size, network.device, f"{n} images", "Draw fewer at once")
+        refuse_large_result(size, network.device, f"{n} images", "Draw fewer at once")
         parts = (network.f + draw(chunk.stop - chunk.start, generator) for chunk in self.belief.chunks(n))
-        return gathered(parts, n).reshape(n, *self.shape)
+        return concat_chunks(parts, n).reshape(n, *self.shape)
 
     @outside_autocast
     @outside_inference
@@ -523,7 +523,7 @@ def _plan(solver: str, prior: ClassCovariance, observation: Observation, tangent
     allowed, needed = budget(device), 8 * count * rows**2
     exact = solver == "exact" or (solver == "auto" and needed <= allowed)
     if exact:
-        refuse_beyond(needed, device, f"{count} class matrices of {rows} measurements", 'Use solver="cg"')
+        refuse_large_result(needed, device, f"{count} class matrices of {rows} measurements", 'Use solver="cg"')
     return exact, exact and 8 * count * size**2 <= allowed and size <= PIXELS * rows
 
 

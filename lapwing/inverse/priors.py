@@ -22,7 +22,7 @@ from lapwing.linalg.dense import cholesky
 from lapwing.networks.selection import Selection
 from lapwing.priors import FilterGP
 from lapwing.priors.base import BoundPrior, Prior
-from lapwing.runtime.memory import runs
+from lapwing.runtime.memory import chunks
 from lapwing.runtime.threads import normal_rows
 
 
@@ -132,7 +132,7 @@ class PriorPart:
         """Yield rows (n, m) as (n, some filters, taps) in float64, under the byte budget."""
         folded = self.fold(rows)
         each = COPIES * 8 * len(rows) * self.grid.taps
-        for some in runs(folded.shape[1], each, rows.device):
+        for some in chunks(folded.shape[1], each, rows.device):
             yield folded[:, some].double()
 
 

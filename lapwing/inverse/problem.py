@@ -24,13 +24,13 @@ from lapwing.networks.forward import (
     device_of,
     refuse_distributed,
     refuse_training_mode,
-    unwrapped,
+    unwrap,
 )
-from lapwing.networks.selection import AllWeights, Named, Selection, Weights, float_parameters, selected
+from lapwing.networks.selection import AllWeights, Named, Selection, Weights, float_parameters, make_selection
 from lapwing.priors import Isotropic
 from lapwing.priors.base import Prior
-from lapwing.runtime.memory import budget, gathered, runs
-from lapwing.runtime.settings import POSITIVE, Rule, seen
+from lapwing.runtime.memory import budget, chunks, concat_chunks
+from lapwing.runtime.settings import POSITIVE, Rule, describe
 from lapwing.runtime.threads import FORWARD_MODE, ProgressBar, is_showing, math_attention, quiet
 
 
@@ -160,7 +160,7 @@ class Observation:
 
 def _describe(operator: Any) -> str:
     """Describe what is no operator; an array by its type alone."""
-    return f"a {type(operator).__name__}" if hasattr(operator, "__array__") else seen(operator)
+    return f"a {type(operator).__name__}" if hasattr(operator, "__array__") else describe(operator)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,8 +231,8 @@ class ImageTangent:
         refuse_training_mode(model)
         inputs = move_inputs(x, lambda t: t.detach().to(device, copy=True))  # later changes of x do not matter
         check_finite(inputs, "inputs")
-        selection = select_weights(unwrapped(model), weights)
-        module = BatchCall(_copy_without_gradients(unwrapped(model)))
+        selection = select_weights(unwrap(model), weights)
+        module = BatchCall(_copy_without_gradients(unwrap(model)))
         output = _output(module, inputs)
         _refuse_random(output, _output(module, inputs))
         return cls(module, inputs, selection, output)
@@ -300,7 +300,7 @@ class ImageTangent:
     def _chunks(self, count: int, weights: int) -> Iterator[slice]:
         """Yield vectors in chunks whose passes fit the byte budget, where each has this many weights."""
         each = 2 * self._saved_bytes + (2 * weights + 4 * self.size) * self.output.element_size()
-        return runs(count, each, self.device, PIECE, MOST)
+        return chunks(count, each, self.device, PIECE, MOST)
 
     def forward(self, v: Tensor) -> Tensor:
         """Return J v (K, dx) for rows v (K, P)."""
@@ -317,7 +317,7 @@ class ImageTangent:
 
         rows = v.to(self.output)
         parts = (push(rows[chunk]) for chunk in self._chunks(len(v), self.selection.size))
-        return gathered(parts, len(v)) if len(v) else rows.new_zeros(0, self.size)
+        return concat_chunks(parts, len(v)) if len(v) else rows.new_zeros(0, self.size)
 
     def _forward_by_back(self, v: Tensor) -> Tensor:
         """Return J v (dx,) for one v (P,), the derivative of vᵀ Jᵀ u in u, by backward passes alone."""
@@ -339,7 +339,7 @@ class ImageTangent:
             torch.cat([grads[name].flatten(1) for name in names], 1)
             for grads in (pull(rows[chunk]) for chunk in self._chunks(len(u), self.selection.size))
         )
-        return gathered(parts, len(u)) if len(u) else rows.new_zeros(0, self.selection.size)
+        return concat_chunks(parts, len(u)) if len(u) else rows.new_zeros(0, self.selection.size)
 
     def pullback(self, names: tuple[str, ...]) -> Callable[[Tensor], dict[str, Tensor]]:
         """Return the function from rows u (K, dx) to Jᵀ u of these parameters by name, (K, *shape)."""
@@ -361,13 +361,13 @@ def select_weights(model: nn.Module, weights: Weights | None) -> Selection:
     """Return the selection; by default the weights of convolution layers, or all weights if there are none."""
     if weights is None:
         names = _kernels(model) or AllWeights().needs(model)
-        return selected(model, names)
+        return make_selection(model, names)
     if not isinstance(weights, AllWeights | Named):
         raise ModelError(
             f"weights is {weights!r:.80}; expected lw.all_weights, lw.named(pattern), or None for the weights of "
             "convolution layers."
         )
-    return selected(model, weights.needs(model))
+    return make_selection(model, weights.needs(model))
 
 
 def _copy_without_gradients(model: nn.Module) -> nn.Module:
@@ -414,8 +414,8 @@ def _is_convolution(module: nn.Module) -> bool:
 
 def _tensor(out: Any) -> Tensor:
     if not isinstance(out, Tensor) or not out.is_floating_point() or out.ndim == 0 or out.numel() == 0:
-        seen = f"shape {tuple(out.shape)} and dtype {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
-        raise ModelError(f"the model returns {seen}; expected a tensor (B, ...) of real numbers.")
+        given = f"shape {tuple(out.shape)} and dtype {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
+        raise ModelError(f"the model returns {given}; expected a tensor (B, ...) of real numbers.")
     return out
 
 
@@ -490,9 +490,9 @@ class InverseProblem:
         with torch.no_grad():
             parts = (
                 network.forward(self.prior.multiply(network.back(rows[chunk])))
-                for chunk in runs(len(v), 3 * size * rows.element_size(), network.device)
+                for chunk in chunks(len(v), 3 * size * rows.element_size(), network.device)
             )
-            return gathered(parts, len(v)) if len(v) else rows
+            return concat_chunks(parts, len(v)) if len(v) else rows
 
     def kernel(self, u: Tensor) -> Tensor:
         """Return A J Σ Jᵀ Aᵀ u (K, dy) for rows u (K, dy), in the dtype of the network."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from lapwing.errors import NumericalError
-from lapwing.runtime.memory import fitting, runs
+from lapwing.runtime.memory import batch_size_for, chunks
 from lapwing.runtime.threads import ProgressBar, uniform
 
 # A GPU takes several launches for each column of a matrix; up to this size a processor is done before, transfer
@@ -39,14 +39,14 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     >>> eigh(torch.tensor([[2.0, 0.0], [0.0, 1.0]]))[0]
     tensor([1., 2.])
     """
-    values, vectors = _attempted(lambda m: tuple(torch.linalg.eigh(m)), matrix)
+    values, vectors = _decompose(lambda m: tuple(torch.linalg.eigh(m)), matrix)
     return values, vectors
 
 
-def batches(sizes: Sequence[int]) -> list[list[int]]:
+def group_by_size(sizes: Sequence[int]) -> list[list[int]]:
     """Return the numbers of the matrices that are decomposed together: those of one size, up to ``BATCHED``.
 
-    >>> batches([3, 2000, 3, 2000])
+    >>> group_by_size([3, 2000, 3, 2000])
     [[0, 2], [1], [3]]
     """
     together: dict[int, list[int]] = {}
@@ -72,12 +72,12 @@ def eigh_each(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 def eigvalsh(matrix: Tensor) -> Tensor:
     """Return the eigenvalues of symmetric matrices, ascending, by the same attempts as ``eigh``."""
-    return _attempted(lambda m: (torch.linalg.eigvalsh(m),), matrix)[0]
+    return _decompose(lambda m: (torch.linalg.eigvalsh(m),), matrix)[0]
 
 
 def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the thin singular value decomposition (U, s, Vᵀ), by the same attempts as ``eigh``."""
-    values, left, right = _attempted(_values_first, matrix)
+    values, left, right = _decompose(_values_first, matrix)
     return left, values, right
 
 
@@ -86,7 +86,7 @@ def _values_first(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, left, right
 
 
-def _attempted(decompose: Callable[[Tensor], tuple[Tensor, ...]], matrix: Tensor) -> tuple[Tensor, ...]:
+def _decompose(decompose: Callable[[Tensor], tuple[Tensor, ...]], matrix: Tensor) -> tuple[Tensor, ...]:
     """Return the first finite decomposition; its first part are the values, which scale with the matrix."""
     if not bool(torch.isfinite(matrix).all()):
         raise NumericalError("a matrix to decompose is not finite; check the data and the network for overflow.")
@@ -170,11 +170,11 @@ class Gram:
     def add(self, x: Tensor, exact: bool = False) -> None:
         """Add the products of the rows of x, (N, d) or (G, N, d); ``exact`` takes them in the dtype of the sum."""
         left = self._due - self._rows
-        if not exact and self._may_narrow(x) and 0 < left < x.shape[-2]:
+        if not exact and self._can_narrow(x) and 0 < left < x.shape[-2]:
             self.add(x[..., :left, :])
             x = x[..., left:, :]
-        total = self._sum if exact else self._taking(x, x.shape[-2])
-        for rows in self._converted(x, x.ndim - 2, total.dtype):
+        total = self._sum if exact else self._sum_for(x, x.shape[-2])
+        for rows in self._chunks_in(x, x.ndim - 2, total.dtype):
             if x.ndim == 3 and x.shape[0] > 1:
                 total.baddbmm_(rows.mT, rows)
                 continue
@@ -184,34 +184,34 @@ class Gram:
 
     def add_runs(self, x: Tensor) -> None:
         """Add R runs of T rows each, x (G, R, T, d), which are stored as (..., d, T), without transposing them."""
-        total = self._taking(x, x.shape[1] * x.shape[2])
-        for rows in self._converted(x, 1, total.dtype, more=x.shape[0] * x.shape[3] ** 2):
+        total = self._sum_for(x, x.shape[1] * x.shape[2])
+        for rows in self._chunks_in(x, 1, total.dtype, more=x.shape[0] * x.shape[3] ** 2):
             total += torch.matmul(rows.mT, rows).sum(1)
 
-    def _converted(self, x: Tensor, dim: int, dtype: torch.dtype, more: int = 0) -> Iterator[Tensor]:
+    def _chunks_in(self, x: Tensor, dim: int, dtype: torch.dtype, more: int = 0) -> Iterator[Tensor]:
         """Yield x in another dtype, in parts along a dimension that fit the byte budget.
 
         ``more`` numbers are needed beside each entry along it.
         """
         copied = 0 if x.dtype == dtype else x.numel() // max(1, x.shape[dim])
-        for part in runs(x.shape[dim], torch.finfo(dtype).bits // 8 * (copied + more), x.device):
+        for part in chunks(x.shape[dim], torch.finfo(dtype).bits // 8 * (copied + more), x.device):
             yield x.narrow(dim, part.start, part.stop - part.start).to(dtype)
 
     def value(self) -> Tensor:
         """Return the symmetric sum, (G, d, d), or (d, d) for one group; not a copy, so a later ``add`` changes it."""
-        return mirrored(self.total())
+        return mirror(self.total())
 
     def total(self) -> Tensor:
         """Return the sum (G, d, d) of which only the upper triangle is valid; not a copy."""
         self._flush()
         return self._sum
 
-    def _may_narrow(self, x: Tensor) -> bool:
+    def _can_narrow(self, x: Tensor) -> bool:
         return x.dtype == torch.float32 != self._sum.dtype
 
-    def _taking(self, x: Tensor, rows: int) -> Tensor:
+    def _sum_for(self, x: Tensor, rows: int) -> Tensor:
         """Return the sum that takes the rows x, so many for each group: the narrower one if rounding allows it."""
-        if not self._may_narrow(x):
+        if not self._can_narrow(x):
             return self._sum
         if self._rows >= self._due:
             self._flush()
@@ -233,7 +233,7 @@ class Gram:
         self._pending = 0
 
 
-def mirrored(total: Tensor) -> Tensor:
+def mirror(total: Tensor) -> Tensor:
     """Return the symmetric matrices with these upper triangles (G, d, d), in place; (d, d) for one group."""
     for corner, right, below in _strips(total):
         corner.copy_(corner.triu() + corner.triu(1).mT)
@@ -254,7 +254,7 @@ def _has_no_small(matrix: Tensor, dtype: torch.dtype) -> bool:
     return _far_above_rounding(scaled)
 
 
-def survives(matrix: Tensor, dtype: torch.dtype) -> bool:
+def keeps_eigenvalues(matrix: Tensor, dtype: torch.dtype) -> bool:
     """Return whether an eigendecomposition in this dtype keeps every eigenvalue of the matrices (..., d, d).
 
     Its rounding is relative to the largest eigenvalue, which the Frobenius norm bounds.
@@ -281,7 +281,7 @@ def symmetrise(matrix: Tensor) -> None:
 def _strips(matrix: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield views for a few rows at a time: the block on the diagonal, the part right of it and the part below it."""
     row = 4 * matrix.element_size() * matrix.shape[:-1].numel()  # copies of a strip, for each of its rows
-    step = fitting(STRIP, row, matrix.device)
+    step = batch_size_for(STRIP, row, matrix.device)
     for start in range(0, matrix.shape[-1], step):
         here, rest = slice(start, start + step), slice(start + step, None)
         yield matrix[..., here, here], matrix[..., here, rest], matrix[..., rest, here]
@@ -310,27 +310,27 @@ class Basis(Protocol):
         """Return the coordinates, with the length of the part in the rest for all of its coordinates, (..., m)."""
         ...
 
-    def combined(self, y: Tensor) -> Tensor:
+    def combine(self, y: Tensor) -> Tensor:
         """Apply the transpose of ``coordinates``: y (..., w) to (..., d)."""
         ...
 
-    def drawn(self, eps: Tensor) -> Tensor:
+    def draw(self, eps: Tensor) -> Tensor:
         """Return coordinates (..., w) of standard normal numbers eps (..., d), without the scale."""
         ...
 
-    def undrawn(self, y: Tensor) -> Tensor:
-        """Apply the transpose of ``drawn``: y (..., w) to (..., d)."""
+    def draw_transposed(self, y: Tensor) -> Tensor:
+        """Apply the transpose of ``draw``: y (..., w) to (..., d)."""
         ...
 
-    def spread(self, values: Tensor, width: int) -> Tensor:
+    def expand(self, values: Tensor, width: int) -> Tensor:
         """Return a value for each of ``width`` coordinates, from one for each part (..., m)."""
         ...
 
-    def pooled(self, squares: Tensor) -> Tensor:
+    def pool(self, squares: Tensor) -> Tensor:
         """Return the mean of squared coordinates (..., w) over the directions of each part, (..., m)."""
         ...
 
-    def squared(self, values: Tensor) -> Tensor:
+    def diagonal(self, values: Tensor) -> Tensor:
         """Return the diagonal (..., d) of the matrix with these eigenvalues (..., m)."""
         ...
 
@@ -355,22 +355,22 @@ class FullBasis:
     def lengths(self, x: Tensor) -> Tensor:
         return self.coordinates(x)
 
-    def combined(self, y: Tensor) -> Tensor:
+    def combine(self, y: Tensor) -> Tensor:
         return _times(y, self.vectors.mT)
 
-    def drawn(self, eps: Tensor) -> Tensor:
+    def draw(self, eps: Tensor) -> Tensor:
         return eps
 
-    def undrawn(self, y: Tensor) -> Tensor:
+    def draw_transposed(self, y: Tensor) -> Tensor:
         return y
 
-    def spread(self, values: Tensor, width: int) -> Tensor:
+    def expand(self, values: Tensor, width: int) -> Tensor:
         return values
 
-    def pooled(self, squares: Tensor) -> Tensor:
+    def pool(self, squares: Tensor) -> Tensor:
         return squares
 
-    def squared(self, values: Tensor) -> Tensor:
+    def diagonal(self, values: Tensor) -> Tensor:
         return _times(values, self.vectors.square().mT)
 
     def diagonal_of(self, x: Tensor) -> Tensor:
@@ -392,31 +392,31 @@ class Axes:
         return self if self.scale is None else replace(self, scale=self.scale.to(dtype))
 
     def coordinates(self, x: Tensor) -> Tensor:
-        return _scaled(x, self.scale)
+        return _scale(x, self.scale)
 
     def lengths(self, x: Tensor) -> Tensor:
         return self.coordinates(x)
 
-    def combined(self, y: Tensor) -> Tensor:
-        return _scaled(y, self.scale)
+    def combine(self, y: Tensor) -> Tensor:
+        return _scale(y, self.scale)
 
-    def drawn(self, eps: Tensor) -> Tensor:
+    def draw(self, eps: Tensor) -> Tensor:
         return eps
 
-    def undrawn(self, y: Tensor) -> Tensor:
+    def draw_transposed(self, y: Tensor) -> Tensor:
         return y
 
-    def spread(self, values: Tensor, width: int) -> Tensor:
+    def expand(self, values: Tensor, width: int) -> Tensor:
         return values
 
-    def pooled(self, squares: Tensor) -> Tensor:
+    def pool(self, squares: Tensor) -> Tensor:
         return squares
 
-    def squared(self, values: Tensor) -> Tensor:
-        return _scaled(_scaled(values, self.scale), self.scale)
+    def diagonal(self, values: Tensor) -> Tensor:
+        return _scale(_scale(values, self.scale), self.scale)
 
     def diagonal_of(self, x: Tensor) -> Tensor:
-        return self.squared(x)
+        return self.diagonal(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -445,19 +445,19 @@ class ThinBasis:
         return ThinBasis(self.vectors.to(dtype), None if self.scale is None else self.scale.to(dtype))
 
     def coordinates(self, x: Tensor) -> Tensor:
-        return self.drawn(_scaled(x, self.scale))
+        return self.draw(_scale(x, self.scale))
 
     def lengths(self, x: Tensor) -> Tensor:
-        inside, rest = self._parts(_scaled(x, self.scale))
+        inside, rest = self._parts(_scale(x, self.scale))
         return torch.cat([inside, torch.linalg.vector_norm(rest, dim=-1, keepdim=True)], -1)
 
-    def combined(self, y: Tensor) -> Tensor:
-        return _scaled(self.undrawn(y), self.scale)
+    def combine(self, y: Tensor) -> Tensor:
+        return _scale(self.draw_transposed(y), self.scale)
 
-    def drawn(self, eps: Tensor) -> Tensor:
+    def draw(self, eps: Tensor) -> Tensor:
         return torch.cat(self._parts(eps), -1)
 
-    def undrawn(self, y: Tensor) -> Tensor:
+    def draw_transposed(self, y: Tensor) -> Tensor:
         inside, rest = y.split([self.vectors.shape[-1], self.vectors.shape[-2]], -1)
         return _times(inside - _times(rest, self.vectors), self.vectors.mT) + rest
 
@@ -465,26 +465,26 @@ class ThinBasis:
         inside = _times(x, self.vectors)
         return inside, x - _times(inside, self.vectors.mT)
 
-    def spread(self, values: Tensor, width: int) -> Tensor:
+    def expand(self, values: Tensor, width: int) -> Tensor:
         rank = self.vectors.shape[-1]
         if width == rank + 1:
             return values
         return torch.cat([values[..., :-1], values[..., -1:].expand(*values.shape[:-1], width - rank)], -1)
 
-    def pooled(self, squares: Tensor) -> Tensor:
+    def pool(self, squares: Tensor) -> Tensor:
         size, rank = self.vectors.shape[-2:]
         rest = squares[..., rank:].sum(-1, keepdim=True) / (size - rank)
         return torch.cat([squares[..., :rank], rest], -1)
 
-    def squared(self, values: Tensor) -> Tensor:
+    def diagonal(self, values: Tensor) -> Tensor:
         squares = self.vectors.square()
         outside = (1 - squares.sum(-1)).clamp_min(0).unsqueeze(-2)  # (G, 1, d): the diagonal of the projection
         diagonal = _times(values[..., :-1], squares.mT) + values[..., -1:] * outside.to(values)
-        return _scaled(_scaled(diagonal, self.scale), self.scale)
+        return _scale(_scale(diagonal, self.scale), self.scale)
 
     def diagonal_of(self, x: Tensor) -> Tensor:
         size, rank = self.vectors.shape[-2:]
-        x = _scaled(_scaled(x, self.scale), self.scale)
+        x = _scale(_scale(x, self.scale), self.scale)
         inside = _times(x, self.vectors.square())
         rest = (x.sum(-1, keepdim=True) - inside.sum(-1, keepdim=True)) / (size - rank)
         return torch.cat([inside, rest], -1)
@@ -494,9 +494,9 @@ class ThinBasis:
         return replace(self, scale=scale)
 
 
-def pooled_pairs(out: Basis, inp: Basis, squares: Tensor) -> Tensor:
+def pool_pairs(out: Basis, inp: Basis, squares: Tensor) -> Tensor:
     """Return squared coordinates (..., w_out, w_in) as means over each pair of parts, (..., m_out, m_in)."""
-    return out.pooled(inp.pooled(squares).mT).mT
+    return out.pool(inp.pool(squares).mT).mT
 
 
 def _times(x: Tensor, matrices: Tensor) -> Tensor:
@@ -505,7 +505,7 @@ def _times(x: Tensor, matrices: Tensor) -> Tensor:
     return x @ (matrices[0] if len(matrices) == 1 else matrices)
 
 
-def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+def _scale(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else x * (scale[0] if len(scale) == 1 else scale.unsqueeze(-2)).to(x)
 
 
@@ -521,7 +521,7 @@ def whitening(kernel: Tensor, cut: float = 1e-14) -> Tensor:
     Eigenvalues below ``cut`` times the largest are left out: they are rounding, and their inverse roots would be large
     random numbers.
     """
-    values, vectors = eigh(checked(kernel).double())
+    values, vectors = eigh(check_kernel(kernel).double())
     real = values > cut * values[-1].clamp_min(1e-300)
     if not bool(real.any()):
         raise NumericalError(ZERO)
@@ -530,7 +530,7 @@ def whitening(kernel: Tensor, cut: float = 1e-14) -> Tensor:
 
 def smooth_whitening(kernel: Tensor, jitter: float = 1e-9) -> Tensor:
     """Return W (M, M) with Wᵀ K W ≈ I, from a Cholesky factor of K + jitter: its gradient in K exists everywhere."""
-    size = len(checked(kernel))
+    size = len(check_kernel(kernel))
     extra = jitter * kernel.detach().diagonal().mean()
     eye = torch.eye(size, dtype=kernel.dtype, device=kernel.device)
     for _ in range(4):
@@ -544,7 +544,7 @@ def smooth_whitening(kernel: Tensor, jitter: float = 1e-9) -> Tensor:
     )
 
 
-def checked(kernel: Tensor) -> Tensor:
+def check_kernel(kernel: Tensor) -> Tensor:
     """Return the kernel; raise if it is not finite or zero."""
     least, most = map(float, torch.aminmax(kernel.detach()))  # NaN if an entry is; without a copy of the kernel
     if not (math.isfinite(least) and math.isfinite(most)):
@@ -554,7 +554,7 @@ def checked(kernel: Tensor) -> Tensor:
     return kernel
 
 
-def most_explaining(precision: Tensor, gram: Tensor, count: int, least: float, visible: bool = False) -> Tensor:
+def choose_most_explaining(precision: Tensor, gram: Tensor, count: int, least: float, visible: bool = False) -> Tensor:
     r"""Return ``count`` coordinates, in the order in which they are chosen: each adds most to the explained variance.
 
     For chosen coordinates S that is
@@ -576,7 +576,7 @@ def most_explaining(precision: Tensor, gram: Tensor, count: int, least: float, v
 
     Cost: 3 M k multiplications for choice number k; memory for 2 M ``count`` numbers besides the matrices.
 
-    >>> most_explaining(torch.tensor([[2.0, 1.9], [1.9, 2.1]]), torch.tensor([[4.0, 3.9], [3.9, 4.1]]), 1, 0.1)
+    >>> choose_most_explaining(torch.tensor([[2.0, 1.9], [1.9, 2.1]]), torch.tensor([[4.0, 3.9], [3.9, 4.1]]), 1, 0.1)
     tensor([0])
     """
     complement, residuals = precision.diagonal().clone(), gram.diagonal().clone()

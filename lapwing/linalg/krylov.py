@@ -17,7 +17,7 @@ from lapwing.linalg.operators import (
     TINY,
     Product,
     Solution,
-    applied,
+    apply_checked,
     identity,
     refuse_asymmetric,
     refuse_asymmetric_images,
@@ -31,7 +31,7 @@ OVERSAMPLE = 20  # vectors in the basis of eigenpairs beyond their number, at le
 class OrthonormalRows:
     """Orthonormal rows (d, P) in one or more blocks: adding a block copies nothing.
 
-    >>> rows = OrthonormalRows((torch.eye(3)[:1],)).extended(torch.eye(3)[2:])
+    >>> rows = OrthonormalRows((torch.eye(3)[:1],)).extend(torch.eye(3)[2:])
     >>> len(rows), rows.coordinates(torch.tensor([[1.0, 2.0, 3.0]]))
     (2, tensor([[1., 3.]]))
     """
@@ -41,7 +41,7 @@ class OrthonormalRows:
     def __len__(self) -> int:
         return sum(map(len, self.blocks))
 
-    def extended(self, block: Tensor) -> OrthonormalRows:
+    def extend(self, block: Tensor) -> OrthonormalRows:
         """Return these rows followed by another block (k, P), orthonormal to them."""
         return OrthonormalRows((*self.blocks, block))
 
@@ -49,7 +49,7 @@ class OrthonormalRows:
         """Return the inner products (n, d) of every row of v (n, P) with the rows."""
         return torch.cat([v @ block.mT for block in self.blocks], 1)
 
-    def combined(self, y: Tensor) -> Tensor:
+    def combine(self, y: Tensor) -> Tensor:
         """Return the combinations (n, P) of the rows with coefficients y (n, d)."""
         first, *rest = zip(y.split([len(block) for block in self.blocks], 1), self.blocks, strict=True)
         total = first[0] @ first[1]
@@ -57,9 +57,9 @@ class OrthonormalRows:
             total.addmm_(part, block)
         return total
 
-    def removed(self, v: Tensor) -> Tensor:
+    def remove(self, v: Tensor) -> Tensor:
         """Return the part of v (n, P) that is orthogonal to the rows."""
-        return v - self.combined(self.coordinates(v))
+        return v - self.combine(self.coordinates(v))
 
 
 def thin_svd(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +83,7 @@ def orthonormal_rows(rows: Tensor, *, cut: float, against: OrthonormalRows | Non
     left, singular, right = thin_svd(rows)
     basis = right[singular > cut]
     if against is not None and len(basis) and len(against):
-        basis = against.removed(basis)
+        basis = against.remove(basis)
         tall, small = torch.linalg.qr(basis.mT)
         basis = tall.mT * small.diagonal().sign()[:, None]
     return left * singular, basis
@@ -152,7 +152,7 @@ class BlockKrylov:
         y = (target @ self.turn / (self.values + shifts)) @ self.turn.mT
         lengths = self._remainder(y, target, shifts) + weights.abs() @ self.missed
         residuals = lengths / (target.norm(dim=1) if sizes is None else sizes).clamp_min(TINY)
-        return Solution(self.rows.combined(y), residuals, self.products, tolerance)
+        return Solution(self.rows.combine(y), residuals, self.products, tolerance)
 
     def inverse_root(self, shift: float) -> Product:
         """Return the product with a symmetric root of an approximation to shift · (A + shift I)⁻¹.
@@ -161,7 +161,7 @@ class BlockKrylov:
         """
         ratios = (shift / (self.values.clamp_min(0) + shift)).sqrt() - 1
         inner = (self.turn * ratios) @ self.turn.mT
-        return lambda v: v + self.rows.combined(self.rows.coordinates(v) @ inner)
+        return lambda v: v + self.rows.combine(self.rows.coordinates(v) @ inner)
 
     def image(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return A times the projection of rows (n, P) onto the basis, and the length (n,) of the rest of each row.
@@ -169,13 +169,13 @@ class BlockKrylov:
         Takes no new products. Exact for rows in the basis, up to what was dropped as dependent.
         """
         y = self.rows.coordinates(rows.to(self.start))
-        inside = self.rows.combined(y @ self.projected)
+        inside = self.rows.combine(y @ self.projected)
         outside = y[:, y.shape[1] - len(self.edge) :] @ self.edge[:, : len(self.ahead)] @ self.ahead
-        return inside + outside, (rows - self.rows.combined(y)).norm(dim=1)
+        return inside + outside, (rows - self.rows.combine(y)).norm(dim=1)
 
     def pairs(self, rank: int | None = None) -> Eigenpairs:
         """Return the leading Ritz pairs."""
-        vectors = self.rows.combined(self.turn.mT[:rank])
+        vectors = self.rows.combine(self.turn.mT[:rank])
         return Eigenpairs(self.values[:rank], vectors, self.pair_residuals(rank), self.products)
 
     def pair_residuals(self, rank: int | None = None) -> Tensor:
@@ -183,7 +183,7 @@ class BlockKrylov:
         y, scale = self.turn.mT[:rank], self.values[:1].abs().clamp_min(TINY)
         return self._remainder(y, torch.zeros_like(y), -self.values[:rank, None]) / scale
 
-    def widened(self, rows: Tensor) -> BlockKrylov:
+    def widen(self, rows: Tensor) -> BlockKrylov:
         """Return the space with rows (n, P) added to its next block; orthonormal to each other, basis and block.
 
         The images of the basis have no component along them, so their columns of ``edge`` are zero.
@@ -192,7 +192,7 @@ class BlockKrylov:
         edge = torch.cat([known, known.new_zeros(len(known), len(rows)), dropped], 1)
         return replace(self, ahead=torch.cat([self.ahead, rows]), edge=edge)
 
-    def extended(self, product: Product, steps: int, *, max_basis: int | None = None) -> BlockKrylov:
+    def extend(self, product: Product, steps: int, *, max_basis: int | None = None) -> BlockKrylov:
         """Return the space after more products, each of which adds a block.
 
         Stops early if the space is invariant or the next block would exceed ``max_basis`` rows.
@@ -207,13 +207,13 @@ class BlockKrylov:
             new, last = slice(len(basis), len(basis) + len(block)), slice(len(basis) - len(edge), len(basis))
             projected[last, new] = edge[:, : len(block)]
             lost[last] = edge[:, len(block) :].norm(dim=1)
-            basis, products = basis.extended(block), products + 1
-            image = applied(product, block)
+            basis, products = basis.extend(block), products + 1
+            image = apply_checked(product, block)
             scale = max(scale, float(image.norm(dim=1).max()))
             for _ in range(2):
                 inside = basis.coordinates(image)
                 projected[new, : new.stop] += inside
-                image = image - basis.combined(inside)
+                image = image - basis.combine(inside)
             # Each row is divided by its rounding, which the asymmetry shows, before small directions are dropped: a
             # row with a small image has small rounding, and a common threshold would drop what it contributes.
             skew = (projected[new, : new.stop] - projected[: new.stop, new].mT).norm(dim=1, keepdim=True)
@@ -272,7 +272,7 @@ def block_krylov(
         OrthonormalRows((block[:0],)), none, square, mix[:, : len(block)], square, square.new_zeros(0, len(block)),
         block, none, mix[:, len(block) :].norm(dim=1), 0, tolerance,
     )  # fmt: skip
-    return empty.extended(product, steps, max_basis=max_basis)
+    return empty.extend(product, steps, max_basis=max_basis)
 
 
 def leading_eigenpairs(
@@ -315,24 +315,24 @@ def leading_eigenpairs(
             probes += 1
             if not _has_larger(product, random, space, rank):
                 break
-            space = space.widened(random)
+            space = space.widen(random)
         if len(space.ahead) > most - len(space.rows):
             break
-        space = space.extended(product, 1)
+        space = space.extend(product, 1)
     pairs = space.pairs(rank)
     return replace(pairs, values=pairs.values.clamp_min(0), products=space.products + probes)
 
 
 def _outside(space: BlockKrylov, rows: Tensor) -> Tensor:
     """Return an orthonormal basis of the part of the rows that is orthogonal to the space and its next block."""
-    known = space.rows.extended(space.ahead)
-    outside = known.removed(known.removed(rows / rows.norm(dim=1, keepdim=True)))
+    known = space.rows.extend(space.ahead)
+    outside = known.remove(known.remove(rows / rows.norm(dim=1, keepdim=True)))
     return orthonormal_rows(outside, cut=1e2 * EPS, against=known)[1]
 
 
 def _has_larger(product: Product, rows: Tensor, space: BlockKrylov, rank: int) -> bool:
     """Return whether u·Au is above the smallest of the leading eigenvalues for any of the rows u; one product."""
-    largest = float((rows * applied(product, rows)).sum(1).max())
+    largest = float((rows * apply_checked(product, rows)).sum(1).max())
     smallest = float(space.values[rank - 1]) if len(space.values) >= rank else 0.0
     return largest > smallest + 1e3 * EPS * float(space.values[0].abs())
 
@@ -390,8 +390,8 @@ def randomised_eigenpairs(
     like = torch.empty(0, dtype=torch.float64, device=device)
     basis = normal_rows(min(size, rank + RANDOM_OVERSAMPLE), size, generator, like)
     for _ in range(iterations):
-        basis = torch.linalg.qr(applied(product, basis).mT)[0].mT
-    inner = applied(product, basis) @ basis.mT
+        basis = torch.linalg.qr(apply_checked(product, basis).mT)[0].mT
+    inner = apply_checked(product, basis) @ basis.mT
     values, turn = eigh(0.5 * (inner + inner.mT))
     values, turn = values.flip(0)[:rank], turn.flip(1)[:, :rank]
     kept = values > 1e-14 * values[0].clamp_min(0)
@@ -451,7 +451,7 @@ def conjugate_gradients(
     largest, iterations = torch.zeros_like(rho), 0  # the largest curvature along the directions of each row
     active = monitor.active(r)
     while iterations < max_iterations and bool(active.any()):
-        q = applied(product, p)
+        q = apply_checked(product, p)
         if iterations == 0:
             refuse_asymmetric_images(p, q)
         curved, squares = (p * q).sum(1), p.square().sum(1)
@@ -528,8 +528,8 @@ def _block_iterate(
     truncated: bool,
 ) -> Solution:  # fmt: skip
     """Iterate on A x = b until every residual has at most the length ``tolerance``; return the last iterate."""
-    root = _checked(root)
-    adjoint = root if adjoint is None else _checked(adjoint)
+    root = _check_root(root)
+    adjoint = root if adjoint is None else _check_root(adjoint)
     monitor = ResidualMonitor(product, b, b.new_ones(len(b)), tolerance)
     x, r, turned = torch.zeros_like(b), b.clone(), adjoint(b)
     mix, q = _residual_basis(turned)
@@ -537,7 +537,7 @@ def _block_iterate(
     while iterations < max_iterations and len(q) and bool(active.any()):
         s, gram_factor = _independent(s, q)
         directions = root(s)
-        image = applied(product, directions)
+        image = apply_checked(product, directions)
         if iterations == 0:
             _refuse_no_adjoint(s, directions, b, turned)
             refuse_asymmetric_images(directions, image)
@@ -570,9 +570,9 @@ def _block_iterate(
     return monitor.solution(x, r, iterations)
 
 
-def _checked(root: Product | None) -> Product:
+def _check_root(root: Product | None) -> Product:
     """Return the product of a preconditioner's root with its images checked; the identity if there is none."""
-    return identity if root is None else lambda rows: applied(root, rows)
+    return identity if root is None else lambda rows: apply_checked(root, rows)
 
 
 def _independent(s: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -751,7 +751,7 @@ class DeflatedSpectrum:
         # the coupling to the rest adds the squared residual over value and shift, which may be far below the largest.
         converged = basis.pair_residuals() * basis.values[:1] <= CONVERGED * basis.values
         inner = basis.turn[:, converged] @ basis.turn[:, converged].mT
-        project = lambda v: v - basis.rows.combined(basis.rows.coordinates(v) @ inner)  # removes the converged pairs
+        project = lambda v: v - basis.rows.combine(basis.rows.coordinates(v) @ inner)  # removes the converged pairs
         for _ in range(2):
             probes = project(probes)
         # Project before and after the product: otherwise rounding would bring the deflated pairs back.
@@ -818,7 +818,7 @@ def lanczos_quadrature(product: Product, rows: Tensor, steps: int) -> Quadrature
     scale, step = rows.new_zeros(()), 0
     for step in range(steps):
         basis[:, step] = q
-        image = applied(product, q)
+        image = apply_checked(product, q)
         scale = torch.maximum(scale, image.norm(dim=1).max())
         small[:, step, step] = (image * q).sum(1)
         previous = basis[:, : step + 1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.runtime.settings import FUNCTION, HasSettings, Rule, integer, required, seen
+from lapwing.runtime.settings import FUNCTION, HasSettings, Rule, describe, integer, required
 from lapwing.runtime.threads import normal, quiet
 
 Product = Callable[[Tensor], Tensor]  # rows (K, P) -> rows (K, P), each row independent of the others
@@ -29,7 +29,7 @@ def identity(rows: Tensor) -> Tensor:
     return rows
 
 
-def applied(product: Product, rows: Tensor) -> Tensor:
+def apply_checked(product: Product, rows: Tensor) -> Tensor:
     """Return the images of the rows in float64; raise if they are not finite or have another shape."""
     image = product(rows)
     if image.shape != rows.shape:
@@ -74,7 +74,7 @@ def refuse_asymmetric(
     >>> refuse_asymmetric(lambda v: v @ a, 2)
     """
     pair = normal((2, size), generator, torch.empty(0, dtype=torch.float64, device=device))
-    first, second = applied(product, pair), applied(product, pair.flip(0)).flip(0)
+    first, second = apply_checked(product, pair), apply_checked(product, pair.flip(0)).flip(0)
     scale = float(first.norm(dim=1).sum())
     change = float((first - second).norm())
     if change > tolerance * scale:
@@ -302,12 +302,12 @@ def forward_product(design: Design, v: Tensor) -> Tensor:
 def back_product(design: Design, u: Tensor) -> Tensor:
     """Return Xᵀ u (n, P) for every row of u (n, rows), in float64."""
     total = torch.zeros(len(u), design.size, dtype=torch.float64, device=u.device)
-    for part, rows in located_parts(design):
+    for part, rows in parts_with_rows(design):
         total += part.back(u[:, rows])
     return total
 
 
-def located_parts(design: Design) -> Iterator[tuple[DesignRows, slice]]:
+def parts_with_rows(design: Design) -> Iterator[tuple[DesignRows, slice]]:
     """Yield the parts of one pass, each with the slice of rows that it covers."""
     start = 0
     for part in design:
@@ -356,9 +356,9 @@ class SparseOperator:
         Raises:
             DataError: for indices out of range, lengths that differ, and values that are not finite.
         """
-        rows, size = _checked_shape(shape)
+        rows, size = _check_shape(shape)
         VALUES.check("value", value)
-        places = [_checked_indices(*given, len(value)) for given in (("row", row, rows), ("column", column, size))]
+        places = [_check_indices(*given, len(value)) for given in (("row", row, rows), ("column", column, size))]
         i, j = (place.to(value.device, torch.int64) for place in places)
         place, entry = torch.unique(i * size + j, return_inverse=True)
         total = value.new_zeros(len(place)).index_add_(0, entry, value.detach())
@@ -400,8 +400,8 @@ class SparseOperator:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> SparseOperator:
         """Return the operator on another device or in another dtype, float32 or float64."""
         if dtype not in (None, torch.float32, torch.float64):
-            raise DataError(f"dtype is {seen(dtype)}; expected torch.float32, torch.float64 or None.")
-        matrix, transpose = (_moved(part, device, dtype) for part in (self.matrix, self.transpose))
+            raise DataError(f"dtype is {describe(dtype)}; expected torch.float32, torch.float64 or None.")
+        matrix, transpose = (_move(part, device, dtype) for part in (self.matrix, self.transpose))
         return SparseOperator(matrix, transpose)
 
     def dense(self) -> Tensor:
@@ -411,7 +411,7 @@ class SparseOperator:
     def _require(self, vectors: Any, name: str, width: int) -> None:
         dtype, device = self.matrix.dtype, self.matrix.device
         if not isinstance(vectors, Tensor) or vectors.ndim < 1 or vectors.shape[-1] != width:
-            raise DataError(f"{name} is {seen(vectors)}; expected a tensor of shape (..., {width}).")
+            raise DataError(f"{name} is {describe(vectors)}; expected a tensor of shape (..., {width}).")
         if vectors.dtype != dtype or vectors.device != device:
             raise DataError(
                 f"{name} has dtype {vectors.dtype} on {vectors.device}; expected {dtype} on {device}, as the operator. "
@@ -448,14 +448,14 @@ class _Product(torch.autograd.Function):
         return _Product.apply(vectors.movedim(in_dims[0], 0), operator, transposed), 0
 
 
-def _checked_shape(shape: Any) -> tuple[int, int]:
+def _check_shape(shape: Any) -> tuple[int, int]:
     Rule("a pair (rows, columns)", lambda v: isinstance(v, tuple) and len(v) == 2).check("shape", shape)
     for name, extent in zip(("the number of rows", "the number of columns"), shape):
         integer().check(name, extent)
     return shape
 
 
-def _checked_indices(name: str, indices: Any, limit: int, entries: int) -> Tensor:
+def _check_indices(name: str, indices: Any, limit: int, entries: int) -> Tensor:
     INDICES.check(name, indices)
     if len(indices) != entries:
         raise DataError(f"{name} has {len(indices)} entries and value has {entries}; expected the same number.")
@@ -478,7 +478,7 @@ def _csr_tensor(starts: Tensor, columns: Tensor, value: Tensor, shape: tuple[int
         return torch.sparse_csr_tensor(starts, columns, value, shape, check_invariants=True)
 
 
-def _moved(matrix: Tensor, device: Any, dtype: torch.dtype | None) -> Tensor:
+def _move(matrix: Tensor, device: Any, dtype: torch.dtype | None) -> Tensor:
     starts, columns = (part.to(device) for part in (matrix.crow_indices(), matrix.col_indices()))
     value = matrix.values().to(device=device, dtype=dtype)
     return _csr_tensor(starts, columns, value, tuple(matrix.shape))

@@ -46,10 +46,10 @@ from lapwing.linalg.operators import (
     Solution,
     back_product,
     gram_product,
-    located_parts,
+    parts_with_rows,
 )
 from lapwing.linalg.stochastic import Perturbed
-from lapwing.runtime.settings import integer, is_real, seen
+from lapwing.runtime.settings import describe, integer, is_real
 from lapwing.runtime.threads import derived_generator, normal, uniform
 
 WIDE = (torch.float32, torch.float64)
@@ -58,7 +58,7 @@ WIDE = (torch.float32, torch.float64)
 def feature_design(features: Tensor | OperatorDesign) -> Design:
     """Return the design of features without gradients; a matrix in half precision becomes float32."""
     if isinstance(features, Tensor):
-        x = checked_features(features.detach())
+        x = check_features(features.detach())
         return MatrixDesign(x if x.dtype in WIDE else x.float())
     if not isinstance(features, OperatorDesign):
         raise DataError(f"features are a {type(features).__name__}; expected a tensor or an OperatorDesign.")
@@ -67,10 +67,10 @@ def feature_design(features: Tensor | OperatorDesign) -> Design:
             f"the functions of an OperatorDesign take {features.like.dtype}; expected float32 or float64. Compute in "
             "one of them, and give a like=... of it."
         )
-    return replace(features, forward=_detached(features.forward), back=_detached(features.back))
+    return replace(features, forward=_detach(features.forward), back=_detach(features.back))
 
 
-def checked_features(x: Tensor, columns: int | None = None) -> Tensor:
+def check_features(x: Tensor, columns: int | None = None) -> Tensor:
     """Return the features (rows, columns); raise unless they are a finite floating-point matrix of that width."""
     if not isinstance(x, Tensor):
         raise DataError(f"features are a {type(x).__name__}; expected a tensor (rows, {columns or 'columns'}).")
@@ -82,7 +82,7 @@ def checked_features(x: Tensor, columns: int | None = None) -> Tensor:
     return x
 
 
-def checked_targets(targets: Tensor, design: Design) -> Tensor:
+def check_targets(targets: Tensor, design: Design) -> Tensor:
     """Return the targets (rows,) in float64 on the design's device; raise unless there is one number for each row."""
     if not isinstance(targets, Tensor):
         raise DataError(f"targets are a {type(targets).__name__}; expected a tensor ({design.rows},).")
@@ -109,14 +109,14 @@ def check_settings(precision: float | None, noise_std: float | None, num_samples
         raise DataError(f"tolerance is {tolerance!r:.80}; expected a relative residual between 0 and 1.")
 
 
-def _detached(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _detach(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return the function with results that are checked to be real tensors and require no gradients."""
 
     def apply(v: Tensor) -> Tensor:
         image = function(v)
         if not isinstance(image, Tensor) or image.is_complex():
-            seen = image.dtype if isinstance(image, Tensor) else f"a {type(image).__name__}"
-            raise DataError(f"a function of an OperatorDesign gave {seen}; expected a tensor of real numbers.")
+            given = image.dtype if isinstance(image, Tensor) else f"a {type(image).__name__}"
+            raise DataError(f"a function of an OperatorDesign gave {given}; expected a tensor of real numbers.")
         return image.detach()
 
     return apply
@@ -130,8 +130,8 @@ def refuse_unpaired(design: OperatorDesign, tolerance: float = 1e-4) -> None:
     like, gen = torch.empty(0, dtype=torch.float64, device=design.like.device), torch.Generator().manual_seed(0)
     (part,) = design
     v, u = normal((2, design.size), gen, like), normal((2, design.rows), gen, like)
-    forward = _repeated(part.forward, v, design.rows, "forward", tolerance)
-    back = _repeated(part.back, u, design.size, "back", tolerance)
+    forward = _check_twice(part.forward, v, design.rows, "forward", tolerance)
+    back = _check_twice(part.back, u, design.size, "back", tolerance)
     gap, scale = float(((u * forward).sum(1) - (v * back).sum(1)).norm()), float(forward.norm() + back.norm())
     if gap > tolerance * scale:
         raise NumericalError(
@@ -140,7 +140,7 @@ def refuse_unpaired(design: OperatorDesign, tolerance: float = 1e-4) -> None:
         )
 
 
-def _repeated(product: Callable[[Tensor], Tensor], rows: Tensor, width: int, name: str, tolerance: float) -> Tensor:
+def _check_twice(product: Callable[[Tensor], Tensor], rows: Tensor, width: int, name: str, tolerance: float) -> Tensor:
     """Return the product in float64; raise if its shape is wrong, it is not finite, or a second call differs."""
     try:
         first = product(rows)
@@ -177,11 +177,11 @@ class NoiseRoot:
 
     factor: Tensor
 
-    def whitened(self, rows: Tensor, data: slice) -> Tensor:
+    def whiten(self, rows: Tensor, data: slice) -> Tensor:
         """Return L_i⁻¹ times the rows (k, m C) of some of the data."""
         return self._solved(rows, self.factor[data], upper=False)
 
-    def transposed(self, rows: Tensor, data: slice) -> Tensor:
+    def whiten_transposed(self, rows: Tensor, data: slice) -> Tensor:
         """Return L_i⁻ᵀ times the rows (k, m C) of some of the data."""
         some = self.factor[data]
         return self._solved(rows, some if some.ndim == 2 else some.mT, upper=True)
@@ -213,7 +213,7 @@ class WhitenedDesign(DerivedDesign):
         return self.design.size if self.prior is None else self.prior.size
 
     def __iter__(self) -> Iterator[DesignRows]:
-        for part, rows in located_parts(self.design):
+        for part, rows in parts_with_rows(self.design):
             yield self._whitened(part, slice(rows.start // self.outputs, rows.stop // self.outputs))
 
     def _whitened(self, part: DesignRows, data: slice) -> DesignRows:
@@ -221,10 +221,10 @@ class WhitenedDesign(DerivedDesign):
 
         def forward(v: Tensor) -> Tensor:
             outputs = part.forward(v if prior is None else prior.forward(v.to(prior.like)))
-            return outputs if noise is None else noise.whitened(outputs, data)
+            return outputs if noise is None else noise.whiten(outputs, data)
 
         def back(u: Tensor) -> Tensor:
-            rows = part.back(u if noise is None else noise.transposed(u, data))
+            rows = part.back(u if noise is None else noise.whiten_transposed(u, data))
             return rows if prior is None else prior.back(rows.to(prior.like))
 
         return OperatorPart(part.rows, forward, back)
@@ -284,7 +284,7 @@ def prior_root(prior: Tensor | OperatorDesign, size: int, device: torch.device) 
         assert isinstance(root, OperatorDesign)
         refuse_unpaired(root)
         return root
-    a = _positive(prior, "prior", (f"({size},)", f"({size}, {size})"), ((size,), (size, size))).to(like)
+    a = _require_positive(prior, "prior", (f"({size},)", f"({size}, {size})"), ((size,), (size, size))).to(like)
     if a.ndim == 1:
         deviations = a.rsqrt()
         scale = lambda v: v * deviations
@@ -306,7 +306,7 @@ def noise_root(noise: Tensor, data: int, outputs: int, device: torch.device) -> 
         DataError: the shape is another one, or a covariance is not symmetric and positive definite.
     """
     shapes = ((data,), (data, outputs), (data, outputs, outputs))
-    b = _positive(noise, "noise", tuple(map(str, shapes)), shapes)
+    b = _require_positive(noise, "noise", tuple(map(str, shapes)), shapes)
     b = b.to(device=device, dtype=torch.float64)
     if b.ndim == 3:
         return NoiseRoot(_cholesky(b, "noise"))
@@ -323,14 +323,14 @@ def relative_variances(noise: Tensor, outputs: Tensor) -> Tensor:
     return noise_root(noise, outputs.shape[0], outputs.shape[1], outputs.device).factor.square()
 
 
-def _positive(value: Tensor, name: str, words: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Tensor:
+def _require_positive(value: Tensor, name: str, words: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Tensor:
     """Return the tensor without gradients; raise unless it has one of the shapes and finite, positive entries.
 
     Off-diagonal entries of matrices may have either sign.
     """
     expected = f"expected a tensor of positive numbers {', '.join(words[:-1])} or of matrices {words[-1]}"
     if not isinstance(value, Tensor) or value.is_complex() or value.dtype == torch.bool:
-        raise DataError(f"{name} is {seen(value)}; {expected}.")
+        raise DataError(f"{name} is {describe(value)}; {expected}.")
     if tuple(value.shape) not in shapes:
         raise DataError(f"{name} has the shape {tuple(value.shape)}; {expected}.")
     value = value.detach()
@@ -395,15 +395,15 @@ class Frame:
         outputs = features @ weights.mT
         return outputs if self.layout == "stacked" else outputs[:, None]
 
-    def checked(self, features: Tensor, columns: int) -> Tensor:
+    def check_features(self, features: Tensor, columns: int) -> Tensor:
         """Return features for predictions; raise unless they are finite numbers (B, P), or (B, C, P) if stacked."""
         if self.layout != "stacked" or not isinstance(features, Tensor):
-            return checked_features(features, columns)
+            return check_features(features, columns)
         if features.ndim != 3 or features.shape[1] != self.outputs:
             raise DataError(
                 f"features have the shape {tuple(features.shape)}; expected (rows, {self.outputs}, {columns})."
             )
-        return checked_features(features.flatten(0, 1), columns).reshape(features.shape)
+        return check_features(features.flatten(0, 1), columns).reshape(features.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -415,7 +415,7 @@ class Regression:
     frame: Frame
 
     @classmethod
-    def built(
+    def build(
         cls,
         features: Tensor | OperatorDesign,
         targets: Tensor,
@@ -430,7 +430,7 @@ class Regression:
             design = feature_design(features)
             frame = _frame(design, targets)
         shared, outputs, device = frame.layout == "shared", frame.outputs, design.like.device
-        y = checked_targets(
+        y = check_targets(
             targets.flatten() if outputs > 1 else targets, SharedDesign(design, outputs) if shared else design
         )
         if isinstance(design, OperatorDesign):
@@ -442,7 +442,7 @@ class Regression:
             design = SharedDesign(design, outputs)
         if noise is not None:
             root = noise_root(noise, len(y) // outputs, outputs, device)
-            frame, y = replace(frame, noise_logdet=root.logdet), root.whitened(y[None], slice(None))[0]
+            frame, y = replace(frame, noise_logdet=root.logdet), root.whiten(y[None], slice(None))[0]
             design = WhitenedDesign(design, None, root, outputs)
         return cls(design, y, frame)
 
@@ -465,10 +465,10 @@ def _frame(design: Design, targets: Tensor) -> Frame:
 
 def _stack(features: Tensor, targets: Tensor) -> MatrixDesign:
     """Return the design of features (n, C, P), in parts that hold all rows of a datum."""
-    seen = tuple(targets.shape) if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
-    if seen != tuple(features.shape[:2]):
+    given = tuple(targets.shape) if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
+    if given != tuple(features.shape[:2]):
         raise DataError(
-            f"features have the shape {tuple(features.shape)} and targets are {seen}; expected targets "
+            f"features have the shape {tuple(features.shape)} and targets are {given}; expected targets "
             f"{tuple(features.shape[:2])}, or features (rows, columns)."
         )
     if 0 in features.shape:
@@ -524,7 +524,7 @@ class Ridge:
     eps: Tensor | None = None
 
     @classmethod
-    def drawn(
+    def draw(
         cls,
         design: Design,
         samples: int,
@@ -570,7 +570,7 @@ class Ridge:
             NumericalError: a draw does not reach the tolerance.
         """
         shift = alpha * phi
-        basis = self.reaching(shift, tolerance)
+        basis = self.basis_reaching(shift, tolerance)
         first = self._first_samples(basis, shift, tolerance)
         done = self._n_first if first.converged else 0
         rows, residuals, iterations = [first.x[:done]], [first.residuals[:done]], basis.products
@@ -583,7 +583,7 @@ class Ridge:
         solved = self._unscaled(torch.cat(rows) * phi**0.5)
         return Solution(solved, torch.cat(residuals), iterations, tolerance)
 
-    def descended(
+    def descend(
         self, alpha: float, phi: float, descend: Callable[[Perturbed, RandomisedEigenpairs], Solution]
     ) -> Solution:
         """Solve for the draws of ``samples`` by stochastic descent, beside the leading eigenvectors."""
@@ -600,7 +600,7 @@ class Ridge:
         generator = torch.Generator().manual_seed(self.seed)
         return randomised_eigenpairs(self.product, self.design.size, rank, generator, self.prior.device, TURNS)
 
-    def rescaled(self, scale: Tensor) -> Ridge:
+    def rescale(self, scale: Tensor) -> Ridge:
         """Return a ridge with the same noise and another D (P,); the last one is cached."""
         last = self.cache.rescaled
         if last is None or last.scale is None or not torch.equal(last.scale, scale):
@@ -631,7 +631,7 @@ class Ridge:
             self.cache.basis = basis
         return basis
 
-    def reaching(self, shift: float, tolerance: float) -> BlockKrylov:
+    def basis_reaching(self, shift: float, tolerance: float) -> BlockKrylov:
         """Return the basis, grown until it solves for the first samples at this shift or may not grow any more."""
         basis = self.basis
         while not basis.exhausted and len(basis.rows) + len(basis.ahead) <= self._max_basis:
@@ -640,7 +640,7 @@ class Ridge:
                      float(solution.residuals.max()), shift, len(basis.rows), basis.products)  # fmt: skip
             if solution.converged:
                 break
-            self.cache.basis = basis = basis.extended(self.product, GROWTH, max_basis=self._max_basis)
+            self.cache.basis = basis = basis.extend(self.product, GROWTH, max_basis=self._max_basis)
         return basis
 
     def logdet(self, shift: Tensor, probes: int, steps: int) -> Logdet:

@@ -36,7 +36,7 @@ from lapwing.linalg.operators import (
     Solution,
     back_product,
     gram_product,
-    located_parts,
+    parts_with_rows,
 )
 from lapwing.runtime.threads import normal
 
@@ -58,7 +58,7 @@ class Inducing:
         """Return the prior: S = I."""
         return cls(torch.eye(size, dtype=torch.float64, device=like.device))
 
-    def updated(self, information: Tensor, step: float) -> Inducing:
+    def update(self, information: Tensor, step: float) -> Inducing:
         """Return the Gaussian after a step of this length towards the precision I + ``information``."""
         return Inducing((1 - step) * self.average + step * (self._eye + information))
 
@@ -222,7 +222,7 @@ def primal_descent(
     function = system.objective(objective)
     steps, averaged = epochs * passes.count, 0
     velocity, mean = torch.zeros_like(z), torch.zeros_like(z)
-    for t, (part, rows) in enumerate(passes.shuffled(epochs, generator)):
+    for t, (part, rows) in enumerate(passes.shuffle(epochs, generator)):
         ahead = z + MOMENTUM * velocity
         velocity *= MOMENTUM
         velocity -= step * (1 - t / steps) * function.estimate(ahead, part, rows, passes.count)
@@ -251,7 +251,7 @@ def dual_descent(
     # One tensor for a and u = Xᵀ a: momentum and average are linear, so they keep the relation between the two.
     point = torch.cat([torch.zeros_like(system.eps, dtype=torch.float64), torch.zeros_like(prior)], 1)
     velocity, mean = torch.zeros_like(point), torch.zeros_like(point)
-    for part, rows in passes.shuffled(epochs, generator):
+    for part, rows in passes.shuffle(epochs, generator):
         ahead = point + MOMENTUM * velocity
         outputs = part.forward(prior + ahead[:, count:]).double()
         change = step * passes.count * (outputs + system.shift * ahead[:, rows] - system.eps[:, rows])
@@ -349,14 +349,14 @@ class Passes:
         """Return the passes over a design. A streamed design takes one pass to count its parts."""
         if design.streamed:
             return cls(design, None, sum(1 for _ in design))
-        parts = tuple(located_parts(design))
+        parts = tuple(parts_with_rows(design))
         return cls(design, parts, len(parts))
 
-    def shuffled(self, epochs: int, generator: torch.Generator | None) -> Iterator[tuple[DesignRows, slice]]:
+    def shuffle(self, epochs: int, generator: torch.Generator | None) -> Iterator[tuple[DesignRows, slice]]:
         """Yield the parts of several passes; every part comes once in each pass."""
         for _ in range(epochs):
             if self.parts is None:
-                yield from located_parts(self.design)
+                yield from parts_with_rows(self.design)
                 continue
             device = None if generator is None else generator.device
             for i in torch.randperm(self.count, generator=generator, device=device).tolist():
@@ -381,7 +381,7 @@ class Passes:
         whole, worst = 0.0, 0.0
         for _ in range(POWER):
             v, image, worst = v / v.norm().clamp_min(TINY), torch.zeros_like(v), 0.0
-            for part, rows in located_parts(self.design):
+            for part, rows in parts_with_rows(self.design):
                 image += part.back(part.forward(v))
                 u[:, rows] = part.forward(part.back(u[:, rows] / u[:, rows].norm().clamp_min(TINY))).double()
                 worst = max(worst, float(u[:, rows].norm()))

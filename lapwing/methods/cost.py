@@ -21,9 +21,9 @@ from lapwing.curvature.sweep import MANY
 from lapwing.data.inputs import Inputs, tensors_in
 from lapwing.networks.dense_jacobian import LookupJacobian
 from lapwing.networks.forward import has_dropout
-from lapwing.networks.jacobians import Block, BlockJacobian, Footprint, temporary
+from lapwing.networks.jacobians import Block, BlockJacobian, Footprint, temporary_bytes
 from lapwing.networks.linear_jacobian import NEAR
-from lapwing.networks.network import Network, plain_passes, trained_names
+from lapwing.networks.network import Network, plain_passes, trainable_names
 from lapwing.posteriors.base import MANY as MANY_PREDICTED
 from lapwing.posteriors.base import SAMPLES
 from lapwing.runtime.memory import budget
@@ -272,7 +272,7 @@ def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Wo
     blocks = tuple(_block_work(block, part, network.head) for block, part in parts)
     del tangent, parts
     count, model = network.count(inputs), network.replica
-    chosen, trained = network.selection.names, trained_names(network.model)
+    chosen, trained = network.selection.names, trainable_names(network.model)
     with plain_passes(network, inputs, chosen) as plain:
         counted, to_chosen = multiplications(plain.forward) / count, multiplications(plain.training) / count
     training, products = to_chosen, sum(block.product for block in blocks)
@@ -374,7 +374,7 @@ class Workload:
         blocks stream: they drop each gradient after its use.
         """
         options, sizes = (self.dtype, self.device), replace(self.footprint, streams=streams)
-        joined = -(-sizes.joined(self.seeds, *options) // self.inputs) * self.inputs  # whole batches
+        joined = -(-sizes.batch_size_for(self.seeds, *options) // self.inputs) * self.inputs  # whole batches
         batch, seeds = max(1, min(self.data, joined)), 1 if self.lone_head else self.seeds
         fit = sizes.chunk_bytes(batch, seeds, *options)
         fit += self._formed_bytes(batch, seeds) if formed else 0
@@ -389,7 +389,7 @@ class Workload:
         if self.device.type == "cpu":  # larger ones are formed in pieces that stay in the cache
             sizes = [size for size in sizes if size <= NEAR]
         each = max(sizes, default=0)
-        return min((min(samples, 32) + 2) * each, temporary(self.device) + each)
+        return min((min(samples, 32) + 2) * each, temporary_bytes(self.device) + each)
 
     @property
     def lone_head(self) -> bool:

@@ -15,7 +15,7 @@ from lapwing.data.inputs import Inputs
 from lapwing.errors import UnsupportedError
 from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import Cost, Work, Workload
-from lapwing.networks.forward import copied, has_dropout, lent, raw_output, shaped, shareable
+from lapwing.networks.forward import borrow_copy, copy_modules, has_dropout, make_shareable, raw_output, with_output_dim
 from lapwing.networks.network import Network
 from lapwing.posteriors.members import Members, MembersPosterior
 from lapwing.problem import Problem, summed_loss
@@ -111,7 +111,7 @@ class Masks(Members):
     @classmethod
     def of(cls, network: Network, count: int, seed: int) -> Masks:
         """Return ``count`` masks for a copy of the model; raise ``UnsupportedError`` if it has no dropout layer."""
-        model = copied(network.replica) if network.private else copy.deepcopy(network.model)
+        model = copy_modules(network.replica) if network.private else copy.deepcopy(network.model)
         if not any(has_dropout(module) for module in model.modules()):
             raise UnsupportedError(
                 "the model has no dropout layer with a probability above zero; expected nn.Dropout or a similar "
@@ -127,7 +127,7 @@ class Masks(Members):
                   if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0]  # fmt: skip
         for number, (parent, name, child) in enumerate(places):
             setattr(parent, name, FixedMask(child, number))
-        return cls(shareable(model), count, seed)
+        return cls(make_shareable(model), count, seed)
 
     def __len__(self) -> int:
         return self.count
@@ -139,14 +139,14 @@ class Masks(Members):
     def __call__(self, x: Inputs) -> Tensor:
         outputs = []
         device = next((p.device for p in self.model.parameters() if p.is_cuda), torch.device("cpu"))
-        with lent(self.model) as one, torch.no_grad():
+        with borrow_copy(self.model) as one, torch.no_grad():
             layers = [module for module in one.modules() if isinstance(module, FixedMask)]
             inside = any(has_dropout(module) for module in one.modules())  # these draw from the global generators
             for seed in range(self.seed, self.seed + self.count):
                 for layer in layers:
                     layer.seed = seed
                 with global_seed(seed, device) if inside else nullcontext():
-                    outputs.append(shaped(raw_output(one, x)))
+                    outputs.append(with_output_dim(raw_output(one, x)))
         return torch.stack(outputs)
 
     def state(self) -> State:

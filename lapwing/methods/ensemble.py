@@ -23,9 +23,9 @@ from lapwing.networks.forward import (
     can_be_copied,
     is_recurrent,
     needs_plain_kernels,
-    output_alone,
+    output_without_graph,
     refuse_training_mode,
-    shaped,
+    with_output_dim,
 )
 from lapwing.posteriors.members import Members, MembersPosterior, mean_of, outputs_of
 from lapwing.problem import Problem, summed_loss
@@ -135,7 +135,9 @@ class Networks(Members):
         outputs: list[Tensor] = []
         for replica in self._replicas:
             model = replica.model
-            outputs.append(shaped(output_alone(model, x, needs_plain_kernels(model, is_recurrent(model)))))
+            outputs.append(
+                with_output_dim(output_without_graph(model, x, needs_plain_kernels(model, is_recurrent(model))))
+            )
             if outputs[-1].shape != outputs[0].shape:
                 raise ModelError(
                     f"member {len(outputs) - 1} gives outputs of the shape {tuple(outputs[-1].shape)}; expected "

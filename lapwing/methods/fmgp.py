@@ -25,7 +25,7 @@ from lapwing.networks.last_layer import last_layer
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import ALL, Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics, sample_count, total_loss
-from lapwing.runtime.memory import gathered, runs
+from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.settings import NONE, POSITIVE, integer, one_of, setting
 from lapwing.runtime.state import ROUNDING, Array, Either, Maybe, PartOf, State, Text, plain, saved
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, normal, uniform
@@ -46,7 +46,7 @@ class Sight:
         if self.last is not None:
             classes = self.last.output_shape[-1]
             last = self.last  # the graph of ``last`` ends at the last layer: the whole network says how many inputs fit
-            both = self.network.in_runs(x, lambda part: torch.cat([t.double() for t in features(last, part)], 1))
+            both = self.network.in_chunks(x, lambda part: torch.cat([t.double() for t in features(last, part)], 1))
             return both[:, :-classes], both[:, -classes:]
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             raise UnsupportedError(
@@ -262,7 +262,7 @@ class FunctionPosterior(Posterior):
             prior = self.kernel.joint(u[inputs], u).reshape(-1, size)
             return prior.addmm_(rows[inputs].flatten(0, 1), flat.mT, alpha=-1).to(mean)
 
-        return gathered((part(each) for each in runs(len(u), 2 * 8 * mean.shape[-1] * size, u.device)), size)
+        return concat_chunks((part(each) for each in chunks(len(u), 2 * 8 * mean.shape[-1] * size, u.device)), size)
 
     def _marginal(self, x: Inputs, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
         """Return the belief about all or some outputs at each input; with many outputs variances come by themselves."""
@@ -271,7 +271,7 @@ class FunctionPosterior(Posterior):
         each = 8 * (classes * (3 * len(self.points) + 3 * classes) + 3 * self.points.shape[1])
 
         def in_parts(compute: Any) -> Iterator[Tensor]:
-            for part in runs(count, each, network.device):
+            for part in chunks(count, each, network.device):
                 some = None if outputs is None else outputs.samples(part)
                 with torch.no_grad():
                     u, f = self.sight(x if part == slice(0, count) else network.take(x, part))
@@ -290,9 +290,9 @@ class FunctionPosterior(Posterior):
             return (prior if some is None else some.of(prior)) - rows.square().sum(-1)
 
         wide = (classes if outputs is None else outputs.shape((classes,))[-1]) > WIDE
-        whole = lambda compute: gathered(in_parts(compute), count)
+        whole = lambda compute: concat_chunks(in_parts(compute), count)
         first = whole(variance if wide else covariance)
-        mean = gathered(means[:], count)
+        mean = concat_chunks(means[:], count)
         covariances = Deferred(lambda: first, lambda: whole(covariance)) if wide else first
         return FunctionGaussian(mean, covariances)
 
@@ -529,14 +529,14 @@ class Learning:
         divergence = 2 * state.inducing.divergence() + 0.5 * state.mean.square().sum()
         divergence.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-        self.state = replace(state, inducing=state.inducing.updated(information, length))
+        self.state = replace(state, inducing=state.inducing.update(information, length))
         return value + float(divergence.detach())
 
     def _parts(self, count: int) -> Iterator[slice]:
         """Yield parts of a mini-batch whose covariances, and their graph, fit the byte budget."""
         outputs, points = self.table.f.shape[-1], len(self.state.points)
         each = 8 * outputs * (6 * points + STEP * outputs)
-        return runs(count, each, self.table.f.device)
+        return chunks(count, each, self.table.f.device)
 
     def held_out_score(self) -> float:
         """Return the mean predictive log-likelihood of the held-out data."""

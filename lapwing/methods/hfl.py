@@ -43,7 +43,7 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.base import ALL, Posterior
 from lapwing.posteriors.weight_space import Linearised, jacobian_pieces, outputs_in_pieces
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
-from lapwing.runtime.memory import PIECE, gathered, runs
+from lapwing.runtime.memory import PIECE, chunks, concat_chunks
 from lapwing.runtime.settings import DATA, NONE, POSITIVE, Rule, integer, is_data, is_real, one_of, setting
 from lapwing.runtime.state import SMALLEST, WEIGHTS, Array, ListOf, Real, State, Stored, Text, saved, stored
 from lapwing.runtime.threads import generator_or_default, normal, sequential_normal
@@ -107,7 +107,7 @@ class ResponsePosterior(Posterior):
         count = places.numel()
         respond = lambda run: self._respond(x, shape, chosen, places, run, joint)
         each = PUSHES * objective.centre.nbytes
-        return Response.concat([respond(run) for run in runs(count, each, device, 2 * PIECE)])
+        return Response.concat([respond(run) for run in chunks(count, each, device, 2 * PIECE)])
 
     def _respond(
         self, x: Inputs, shape: tuple[int, ...], chosen: ChosenOutputs, places: Tensor, run: slice, joint: bool
@@ -247,7 +247,7 @@ class LinearisedResponse(Linearised):
         exact = jacobian.double()
         second = exact if other is None else other.double()
         rows = (second.jvp(solved).flatten(1) for _, solved in self._solve_rows(exact))
-        cov = gathered(rows, exact.batch * exact.outputs)
+        cov = concat_chunks(rows, exact.batch * exact.outputs)
         return cov if other is not None else 0.5 * (cov + cov.mT)
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
@@ -265,7 +265,7 @@ class LinearisedResponse(Linearised):
     def _solve_rows(self, jacobian: LayerJacobians) -> Iterator[tuple[slice, Tensor]]:
         """Yield Λ⁻¹ Jᵀ in runs of the B K rows of J that fit the byte budget, (run, P), in float64."""
         count, size = jacobian.batch * jacobian.outputs, len(self.theta)
-        for run in runs(count, 8 * VECTORS * size, self.theta.device, most=ROWS):
+        for run in chunks(count, 8 * VECTORS * size, self.theta.device, most=ROWS):
             seeds = torch.zeros(run.stop - run.start, count, dtype=torch.float64, device=self.theta.device)
             seeds.diagonal(run.start).fill_(1)
             rows = jacobian.vjp(seeds.unflatten(1, (jacobian.batch, jacobian.outputs)))
@@ -665,7 +665,7 @@ class HFL(Method):
         if self.calibration is None:
             return posterior
         return calibrate(
-            posterior, problem.network.reading(self.calibration, "calibration", target_key=data.target_key)
+            posterior, problem.network.read_data(self.calibration, "calibration", target_key=data.target_key)
         )
 
     def _push(

@@ -19,10 +19,10 @@ from lapwing.errors import NumericalError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg.dense import eigvalsh, not_definite
 from lapwing.linalg.krylov import block_conjugate_gradients
-from lapwing.networks.forward import plain_kernels, raw_output, shaped
+from lapwing.networks.forward import raw_output, select_kernels, with_output_dim
 from lapwing.networks.network import Network
 from lapwing.priors.base import BoundPrior
-from lapwing.runtime.memory import fitting
+from lapwing.runtime.memory import batch_size_for
 from lapwing.runtime.threads import ProgressBar, math_attention, quiet
 
 
@@ -55,8 +55,8 @@ class Objective:
         batches = []
         for batch in data.batches("data"):
             inputs = map_tensors(batch.inputs, cast)
-            with torch.no_grad(), plain_kernels(network.plain):
-                f = shaped(raw_output(model, inputs))
+            with torch.no_grad(), select_kernels(network.plain_kernels):
+                f = with_output_dim(raw_output(model, inputs))
             batches.append(Batch(inputs, cast(likelihood.targets(f, batch.targets))))
         start = network.theta().to(dtype)
         return cls(network, likelihood, prior, tuple(batches), model, start, likelihood.dispersion.to(start), start)
@@ -98,7 +98,7 @@ class Objective:
 
     def run(self, d: Tensor, inputs: Inputs) -> Tensor:
         """Return f (B, [T,] C) for one d (P,), differentiable in d."""
-        return shaped(raw_output(self.model, inputs, self.weights(d)))
+        return with_output_dim(raw_output(self.model, inputs, self.weights(d)))
 
     def _loss(self, d: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
         return self.likelihood.loss(self.run(d, inputs), targets).sum() / self.phi
@@ -161,9 +161,9 @@ class Objective:
         """Return the function of every row: vectorised over chunks of rows, or row by row if vmap cannot."""
         sizes = self.network.footprint
         numbers = 4 * (samples * (sizes.width + sizes.graph) + self.size)
-        chunk = fitting(len(rows), numbers * self.centre.element_size(), self.centre.device)
+        chunk = batch_size_for(len(rows), numbers * self.centre.element_size(), self.centre.device)
         # Some versions of torch.func differentiate to zero while gradients are off.
-        with torch.enable_grad(), quiet, plain_kernels(self.network.plain), math_attention:
+        with torch.enable_grad(), quiet, select_kernels(self.network.plain_kernels), math_attention:
             try:
                 return torch.func.vmap(function, chunk_size=chunk)(rows, *others).detach()
             except (RuntimeError, NotImplementedError, ValueError):  # an operation has no batching rule

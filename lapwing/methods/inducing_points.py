@@ -23,7 +23,7 @@ from lapwing.errors import FileError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg.dense import (
     centres_by_class,
-    checked,
+    check_kernel,
     cholesky,
     eigh,
     eigvalsh,
@@ -40,7 +40,7 @@ from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import Isotropic
 from lapwing.priors.base import BoundPrior, prior_kernel
 from lapwing.problem import Problem, Statistics
-from lapwing.runtime.memory import budget, fitting, gathered
+from lapwing.runtime.memory import batch_size_for, budget, concat_chunks
 from lapwing.runtime.state import Array, Maybe, PartOf, Samples, State, Stored, saved, semidefinite, stored
 from lapwing.runtime.threads import uniform
 from lapwing.runtime.trace import Step, Trace
@@ -64,7 +64,7 @@ class AnchoredRows(Rows):
     def times(self, v: Tensor) -> Tensor:
         return self.anchors.times(v) @ self.mix
 
-    def combined(self, c: Tensor) -> Tensor:
+    def combine(self, c: Tensor) -> Tensor:
         return self.anchors.combined(c @ self.mix.mT)
 
 
@@ -104,7 +104,7 @@ class AnchoredCurvature(Curvature):
     @cached_property
     def anchored_diagonal(self) -> Tensor:
         """The diagonal of H̃, (P,)."""
-        return AnchoredRows(self.anchors, self.mix).combined(torch.eye(self.mix.shape[1]).to(self.mix)).square().sum(0)
+        return AnchoredRows(self.anchors, self.mix).combine(torch.eye(self.mix.shape[1]).to(self.mix)).square().sum(0)
 
     def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         """Return the upper bound on log det(A + H/φ); raise if the covariance was learned with alpha above 0."""
@@ -354,16 +354,16 @@ class Anchors:
         """Compute J_Z in chunks."""
         network = self.network
         each = 8 * COPIES * (network.footprint.width + network.footprint.whole)
-        most = fitting(len(self), each, network.device)
+        most = batch_size_for(len(self), each, network.device)
         for rows in network.footprint.chunks(len(self), 1, network.dtype, network.device, most):
             tangent = network.linearise(network.take(self.inputs, rows))
             check_finite(tangent.network_output, "outputs of the network")
-            yield tangent.jacobians(self._seeds(self.outputs[rows])).formed().double().formed()
+            yield tangent.jacobians(self._seeds(self.outputs[rows])).materialised().double().materialised()
 
     def differentiable(self, inputs: Tensor) -> LayerJacobians:
         """Return J_Z at other inputs, differentiable in these."""
         tangent = self.network.linearise(inputs, differentiable=True)
-        return tangent.jacobians(self._seeds(self.outputs)).formed().double().formed()
+        return tangent.jacobians(self._seeds(self.outputs)).materialised().double().materialised()
 
     def _seeds(self, outputs: Tensor) -> Tensor:
         """Return one-hot output gradients (1, M, [T,] C) that select these outputs."""
@@ -373,16 +373,16 @@ class Anchors:
 
     def kernel(self, prior: BoundPrior) -> Tensor:
         """Return J_Z A⁻¹ J_Zᵀ, (M, M)."""
-        return gathered((self.against(part, prior) for part in self.parts), len(self))
+        return concat_chunks((self.against(part, prior) for part in self.parts), len(self))
 
     def against(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         """Return J A⁻¹ J_Zᵀ for the rows of another Jacobian, (B K, M), in float64."""
         jacobian = jacobian if jacobian.dtype == torch.float64 else jacobian.double()
-        return gathered((prior_kernel(jacobian, prior, part) for part in self.parts), len(self), 1)
+        return concat_chunks((prior_kernel(jacobian, prior, part) for part in self.parts), len(self), 1)
 
     def times(self, v: Tensor) -> Tensor:
         """Return v J_Zᵀ for v (n, P): (n, M)."""
-        return gathered((part.jvp(v)[:, :, 0] for part in self.parts), len(self), 1)
+        return concat_chunks((part.jvp(v)[:, :, 0] for part in self.parts), len(self), 1)
 
     def combined(self, c: Tensor) -> Tensor:
         """Return c J_Z for c (n, M): (n, P)."""
@@ -441,7 +441,7 @@ class Placement:
         if name in PIVOTS:
             total = len(self.pool) * self.outputs
             numbers = self._random(total).argsort()[: max(candidates, count)].cpu()
-            pivots = PIVOTS[name](checked(self._by_number(numbers).kernel(prior)), count)
+            pivots = PIVOTS[name](check_kernel(self._by_number(numbers).kernel(prior)), count)
             return self._by_number(numbers[pivots.cpu()])
         outputs = torch.arange(count, device=self.network.device) % self.outputs  # in turn
         if name == "kmeans" and isinstance(self.pool.inputs, Tensor) and self.pool.inputs.is_floating_point():
@@ -616,7 +616,7 @@ def whitened_rows(
     for _, tangent in network.tangents(batch.inputs):
         outputs.append(tangent.f.double())
         covs, kernels = [], []
-        for run in tangent.runs(whole_tokens=True):
+        for run in tangent.output_runs(whole_tokens=True):
             jacobians = run.double()
             covs.append(precision.quadratic(jacobians))  # (B, tokens, C, C)
             kernel = torch.cat([prior_kernel(jacobians, problem.prior, part) for part in anchors], 1)

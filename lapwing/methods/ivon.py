@@ -223,7 +223,9 @@ class Training:
             with stream.drawing():  # the package draws from the global generators
                 stack.enter_context(optimiser.sampled_params(train=True))
             with torch.enable_grad():
-                f = network.under(network.weights(torch.cat(list(parameters)) - origin), batch.inputs).to(network.dtype)
+                f = network.outputs_under(network.weights(torch.cat(list(parameters)) - origin), batch.inputs).to(
+                    network.dtype
+                )
                 y = likelihood.targets(f, batch.targets)
                 loss, count = likelihood.loss(f, y).sum(), max(int(likelihood.count(f, y)), 1)
                 grads = torch.autograd.grad(loss / count, list(parameters))

@@ -18,7 +18,7 @@ from lapwing.methods.base import Conformance, Exactness, Method, Offer, Requirem
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.posteriors.weight_space import Sums, SumsData
 from lapwing.problem import Problem
-from lapwing.runtime.memory import evenly, fitting
+from lapwing.runtime.memory import batch_size_for, even_chunks
 from lapwing.runtime.settings import integer, one_of, setting
 from lapwing.tangent import NetworkDesign, refuse_unsteady
 
@@ -96,7 +96,7 @@ def eigenpairs(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the non-zero eigenvalues of XᵀX (r,), descending, and their eigenvectors (r, P), in the memory of X."""
     small = rows.new_empty(0, len(rows))  # Xᵀ = Q small, without Q
     # No fewer columns than rows, or there would be more work than for all columns at once.
-    parts = list(evenly(rows.shape[1], max(len(rows), fitting(COLUMNS, 8 * 4 * len(rows), rows.device))))
+    parts = list(even_chunks(rows.shape[1], max(len(rows), batch_size_for(COLUMNS, 8 * 4 * len(rows), rows.device))))
     for part in parts:
         small = torch.linalg.qr(torch.cat([small, rows[:, part].mT]), mode="r").R
     if not bool(torch.isfinite(small.square().sum())):

@@ -116,7 +116,7 @@ class Sampled(Method):
         settings: dict[str, int] = {"width": self.width, "bytes": most}
         if self.memory is not None:
             settings["bytes"] = 8 * design.size * min(data.processes.gather_numbers(self._most_rows(design)))
-        ridge = Ridge.drawn(design, self.num_samples, generator, problem.prior.scale, keep=stochastic, **settings)
+        ridge = Ridge.draw(design, self.num_samples, generator, problem.prior.scale, keep=stochastic, **settings)
         problem = problem.with_residual_noise(design.statistics)
         solver = RidgeSolver(self, ridge, data.processes)
         return SampledPosterior(problem, solver, design.statistics, network.theta())
@@ -240,7 +240,7 @@ class RidgeSolver(Solver):
             descend_in_rounds, dual=settings.solver == "sdd", objective=settings.objective, epochs=settings.epochs,
             generator=generator, tolerance=settings.tolerance,
         )  # fmt: skip
-        return self.ridge.descended(float(prior.values), phi, descend).require_convergence(
+        return self.ridge.descend(float(prior.values), phi, descend).require_convergence(
             f"Sampled(solver={settings.solver!r})",
             "Raise epochs=... or tolerance=..., take a larger batch=..., raise the prior precision"
             f"{self.ridge.float64_hint}, or use 'krylov'.",
@@ -257,8 +257,8 @@ class RidgeSolver(Solver):
                     "expected one number for all weights, as isotropic() and g_prior() have. Learn these precisions "
                     "with SampleEM()."
                 )
-            ridge, shift = self.ridge.rescaled(prior.vector.detach()), phi
-        ridge.reaching(float(shift.detach()), self.settings.tolerance)  # directions in the basis are exact
+            ridge, shift = self.ridge.rescale(prior.vector.detach()), phi
+        ridge.basis_reaching(float(shift.detach()), self.settings.tolerance)  # directions in the basis are exact
         return ridge.logdet(shift, self.settings.probes, self.settings.steps)
 
     def gamma(self, problem: Problem, samples: Tensor) -> Tensor:

@@ -222,12 +222,12 @@ class Descent:
         network, likelihood = self.problem.network, self.problem.likelihood
         with torch.enable_grad():
             weights = {name: value.requires_grad_() for name, value in network.weights(d).items()}
-            f = network.under(weights, batch.inputs).to(network.dtype)
+            f = network.outputs_under(weights, batch.inputs).to(network.dtype)
             y = likelihood.targets(f, batch.targets)
             loss, count = likelihood.loss(f, y).sum(), max(int(likelihood.count(f, y)), 1)
             grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
         full = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1).double() for g in grads])
-        return float(loss.detach()), count, network.selection.picked(full) / count
+        return float(loss.detach()), count, network.selection.pick(full) / count
 
 
 def _decay(weight_decay: float | None, problem: Problem, count: float) -> Tensor:

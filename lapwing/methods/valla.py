@@ -29,7 +29,7 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.base import prior_kernel, starting_precisions
 from lapwing.problem import Problem, summed_loss
-from lapwing.runtime.memory import PIECE, budget, runs
+from lapwing.runtime.memory import PIECE, budget, chunks
 from lapwing.runtime.settings import NONE, POSITIVE, Rule, integer, is_real, one_of, setting
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, numbered_generator
 from lapwing.runtime.trace import Step, Trace
@@ -276,7 +276,7 @@ class _Rows:
         for jacobian in sweep:
             count += jacobian.batch * jacobian.outputs
             if kept is not None:
-                kept.append(jacobian.formed().double().formed())
+                kept.append(jacobian.materialised().double().materialised())
                 left -= kept[-1].nbytes
                 kept = kept if left >= 0 else None
         return cls(sweep, kept, count)
@@ -536,7 +536,7 @@ class Stochastic:
             if searching:
                 self.inducing = self._line_search(information, objective)
             else:
-                self.inducing = self.inducing.updated(information, length)
+                self.inducing = self.inducing.update(information, length)
         return float(value + rest.detach()), divergence
 
     def _sums(
@@ -584,7 +584,7 @@ class Stochastic:
         network, points = self.points.problem.network, len(self.points.anchors)
         outputs = torch.Size(network.for_inputs(batch.inputs).output_shape).numel()
         each = 8 * outputs * ((len(network.layout) + 4) * points + 8 * network.output_shape[-1])
-        for rows in runs(batch.n_samples, each, network.device):
+        for rows in chunks(batch.n_samples, each, network.device):
             if rows == slice(0, batch.n_samples):
                 yield batch
             else:
@@ -605,7 +605,7 @@ class Stochastic:
         the noise allows: each datum alone asks for a variance that all of them together do not need.
         """
         now = objective(self.inducing)
-        steps = (self.inducing.updated(information, 0.5**k) for k in range(HALVINGS))
+        steps = (self.inducing.update(information, 0.5**k) for k in range(HALVINGS))
         return next((q for q in steps if objective(q) < now), self.inducing)
 
 

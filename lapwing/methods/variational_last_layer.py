@@ -21,7 +21,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.members import MeanFieldPosterior, checked_features
 from lapwing.problem import Problem, Statistics, sample_count, total_loss
-from lapwing.runtime.memory import refuse_beyond, runs
+from lapwing.runtime.memory import chunks, refuse_large_result
 from lapwing.runtime.settings import POSITIVE, integer, setting
 from lapwing.runtime.threads import ProgressBar, derived_generator, normal
 
@@ -144,11 +144,11 @@ class FeatureRows:
         draws = 1 if likelihood.noise_variance is not None else samples
         for batch in data.batches("features"):
             sample_count(network, batch)
-            a = network.in_runs(batch.inputs, run)
+            a = network.in_chunks(batch.inputs, run)
             f = a @ weights.mT
             check_finite(f, "outputs of the network")
             count += len(a)
-            refuse_beyond(
+            refuse_large_result(
                 16 * count * (a.shape[1] + draws * f.shape[-1]), network.device,
                 f"VariationalLastLayer() with the features of {count} data",
                 "Use fewer data, or Kron() with weights=lw.last_layer",
@@ -290,7 +290,7 @@ class BoundSearch:
         each = 8 * COPIES * self.settings.samples * len(bound.start) + 8 * rows.a.shape[1]
         total = torch.zeros((), dtype=torch.float64, device=rows.a.device)
         with torch.enable_grad():
-            for part in runs(len(rows.a), each, rows.a.device):
+            for part in chunks(len(rows.a), each, rows.a.device):
                 mean, deviation = self._weights(step, width)
                 a, noise = rows.a[part], self.noise[:, part]
                 spread = noise * (a.square() @ deviation.square().mT).sqrt()

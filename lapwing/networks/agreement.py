@@ -19,8 +19,8 @@ from torch.autograd.graph import GradientEdge
 
 from lapwing.errors import ModelError
 from lapwing.networks.examine import EXAMINED, relative_gap
-from lapwing.networks.forward import copied, output_alone, plain_kernels, raw_output, recording
-from lapwing.networks.graph import kept_value
+from lapwing.networks.forward import copy_modules, output_without_graph, raw_output, recording, select_kernels
+from lapwing.networks.graph import kept_value_message
 from lapwing.networks.uses import Node
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, T
     tensor that is kept.
     """
     network = tangent.network
-    names, plain = network.selection.names, network.plain
+    names, plain = network.selection.names, network.plain_kernels
 
     def differing(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> str:
         """Return a parameter whose gradient is another one in a run of this model, or ""."""
@@ -83,27 +83,27 @@ def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, T
 
     name = differing(network.replica, {name: network.parameters[name].detach().requires_grad_() for name in names})
     if name:
-        raise ModelError(kept_value(name, " (in a closure, or in an object that is no module)"))
+        raise ModelError(kept_value_message(name, " (in a closure, or in an object that is no module)"))
     if not network.private:
         return
     silent = {name: _moved(network.parameters[name]) for name in names if name not in expected}
 
     def follows(model: nn.Module) -> bool:
         """Return whether the outputs change with the parameters that have no gradient."""
-        with torch.no_grad(), plain_kernels(plain):
+        with torch.no_grad(), select_kernels(plain):
             return not _same(model, raw_output(model, tangent.inputs, silent), tangent.raw)
 
-    if silent and follows(copied(network.replica)):
-        used = copied(network.replica)
-        output_alone(used, tangent.inputs, plain)
+    if silent and follows(copy_modules(network.replica)):
+        used = copy_modules(network.replica)
+        output_without_graph(used, tangent.inputs, plain)
         if not follows(used):
-            raise ModelError(kept_value(next(iter(silent)), ", without a gradient"))
+            raise ModelError(kept_value_message(next(iter(silent)), ", without a gradient"))
     for where, emptied in _emptied(network.replica):
         with contextlib.suppress(Exception):  # a model that needs the tensor may raise anything
             name = differing(emptied())
             name = name or (next(iter(silent)) if silent and follows(emptied()) else "")
         if name:
-            raise ModelError(kept_value(name, f" ({where})"))
+            raise ModelError(kept_value_message(name, f" ({where})"))
 
 
 def _same(model: nn.Module, raw: Tensor, before: Tensor) -> bool:
@@ -127,7 +127,7 @@ def _emptied(replica: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]
     """
 
     def emptied(name: str, key: str, fill: Any) -> nn.Module:
-        model = copied(replica)
+        model = copy_modules(replica)
         part = model.get_submodule(name)
         content = vars(part) if key in vars(part) else part._buffers
         content[key] = fill
@@ -157,7 +157,7 @@ def _gradients(
     """Yield the gradient of seed · raw for each leaf, with its name."""
     grads: Sequence[Tensor | None] = [None] * len(leaves)
     if raw.requires_grad:
-        with plain_kernels(plain):
+        with select_kernels(plain):
             grads = torch.autograd.grad(raw, list(leaves.values()), seed.reshape(raw.shape).to(raw), allow_unused=True)
     return zip(leaves, (g.to_dense() if g is not None and g.is_sparse else g for g in grads), strict=True)
 
@@ -173,20 +173,20 @@ def _directions(tangent: Tangent) -> tuple[Tensor, Tensor]:
 def _by_rules(tangent: Tangent, u: Tensor, c: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield Σ_b c_b J_bᵀ u_b for each parameter with its name, one block after another."""
     layout = tangent.network.layout
-    jacobians = tangent.unchecked(u, every=True)
+    jacobians = tangent.jacobians_unchecked(u, every=True)
     weights = c.reshape(1, -1, 1).to(jacobians.dtype)
     for number, (block, part) in enumerate(zip(layout, jacobians.parts, strict=True)):
-        if tangent.differentiable and number in tangent.fallen:
+        if tangent.differentiable and number in tangent.fallback_blocks:
             continue  # refused where it is needed
         flat = part().vjp(weights).reshape(1, *block.form).detach()
-        yield from ((name, values[0]) for name, values in block.spread(flat))
+        yield from ((name, values[0]) for name, values in block.split(flat))
 
 
 def _by_autograd(tangent: Tangent, u: Tensor, c: Tensor) -> dict[str, Tensor]:
     """Return the gradient of Σ_b c_b u_b · f_b, by parameter; none for those that are not in the graph."""
     nodes: list[Node] = list(tangent.graph.leaves)
     seed = (u[0] * c).reshape(tangent.raw.shape).to(tangent.raw)
-    with plain_kernels(tangent.network.plain):
+    with select_kernels(tangent.network.plain_kernels):
         edges = [GradientEdge(node, 0) for node in nodes]
         grads = torch.autograd.grad(tangent.raw, edges, seed, retain_graph=True, allow_unused=True)
     pairs = zip((tangent.graph.leaves[node] for node in nodes), grads, strict=True)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import ModelError
-from lapwing.linalg.dense import Axes, Basis, pooled_pairs
+from lapwing.linalg.dense import Axes, Basis, pool_pairs
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
-from lapwing.runtime.memory import runs
+from lapwing.runtime.memory import chunks
 
 if TYPE_CHECKING:
     from lapwing.networks.jacobians import Block, BlockJacobian, KroneckerRows
@@ -99,7 +99,7 @@ class Entries:
         """The number of all entries of the block."""
         return math.prod(self.form)
 
-    def spread(self, values: Tensor) -> Tensor:
+    def expand(self, values: Tensor) -> Tensor:
         """Return values (..., n) of the entries as those of the whole block, (..., *form), zero elsewhere."""
         full = values.new_zeros(*values.shape[:-1], self.size)
         full[..., self.at] = values
@@ -119,7 +119,7 @@ class Entries:
         return list(torch.searchsorted(self.at, ends).tolist())
 
     @cached_property
-    def runs(self) -> tuple[Tensor, Tensor, Tensor]:
+    def equal_runs(self) -> tuple[Tensor, Tensor, Tensor]:
         """The entries of a linear map in S runs of equal length w, each of entries of one output.
 
         Returns the output of each run, counted through all groups, (S,); the inputs of its entries, (S, w), filled up
@@ -163,10 +163,10 @@ class PickedJacobian:
     def samples(self, rows: slice) -> PickedJacobian:
         return replace(self, picked=self.picked.samples(rows))
 
-    def joined(self, other: BlockJacobian) -> PickedJacobian:
+    def add(self, other: BlockJacobian) -> PickedJacobian:
         return replace(self, picked=DenseJacobian(self.picked.j + other.columns(self.chosen)))
 
-    def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> PickedJacobian:
+    def rotate(self, out: Basis, inp: Basis, crossed: bool = True) -> PickedJacobian:
         raise AssertionError("single entries have no factors to rotate")
 
     def kronecker_rows(self, reduce: bool, weights: Tensor | None = None) -> KroneckerRows:
@@ -179,20 +179,20 @@ class PickedJacobian:
         return None
 
     def whole(self) -> Tensor:
-        return self.chosen.spread(self.picked.j)
+        return self.chosen.expand(self.picked.j)
 
     def columns(self, entries: Entries) -> Tensor:
         assert entries is self.chosen, "a Jacobian has the columns that it was made for"
         return self.picked.j
 
     def squares(self) -> Tensor:
-        return self.chosen.spread(self.picked.squares())
+        return self.chosen.expand(self.picked.squares())
 
     def unit_squares(self) -> Tensor:
         return self.picked.unit_squares()
 
-    def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
-        return self.picked.weighted(weights.reshape(-1)[self.chosen.at], tokens, full)
+    def quadratic_form(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+        return self.picked.quadratic_form(weights.reshape(-1)[self.chosen.at], tokens, full)
 
     def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
         same = other if other is self else DenseJacobian(other.columns(self.chosen))
@@ -203,13 +203,13 @@ class PickedJacobian:
         return self.picked.jvp(v.flatten(1)[:, self.chosen.at])
 
     def vjp(self, u: Tensor) -> Tensor:
-        return self.chosen.spread(self.picked.vjp(u))
+        return self.chosen.expand(self.picked.vjp(u))
 
-    def formed(self, count: int | None = None) -> PickedJacobian:
+    def materialised(self, count: int | None = None) -> PickedJacobian:
         return self
 
-    def formed_numbers(self) -> int:
-        return self.picked.formed_numbers()
+    def materialised_size(self) -> int:
+        return self.picked.materialised_size()
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,10 +239,10 @@ class DenseJacobian:
     def samples(self, rows: slice) -> DenseJacobian:
         return replace(self, j=self.j[rows])
 
-    def joined(self, other: BlockJacobian) -> DenseJacobian:
+    def add(self, other: BlockJacobian) -> DenseJacobian:
         return replace(self, j=self.j + other.whole().reshape(self.j.shape))
 
-    def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> DenseJacobian:
+    def rotate(self, out: Basis, inp: Basis, crossed: bool = True) -> DenseJacobian:
         turned = out.coordinates(inp.coordinates(self.whole()).mT).mT
         return DenseJacobian(turned.flatten(2), tuple(turned.shape[2:]), self.name)
 
@@ -267,13 +267,13 @@ class DenseJacobian:
         return total.unflatten(-1, self.form) if self.form else total
 
     def squares_in(self, out: Basis, inp: Basis) -> Tensor:
-        return pooled_pairs(out, inp, self.rotated(out, inp, crossed=False).squares())
+        return pool_pairs(out, inp, self.rotate(out, inp, crossed=False).squares())
 
     def unit_squares(self) -> Tensor:
         squares = self.j.square().transpose(0, 1)
         return squares.unflatten(-1, self.form).sum(-1).flatten(2) if self.form else squares
 
-    def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+    def quadratic_form(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         rows, weights = self.j.reshape(len(self.j), tokens, -1, self.j.shape[-1]), weights.reshape(-1)
         return (rows * weights) @ rows.mT if full else (rows.square() * weights).sum(-1)
 
@@ -287,10 +287,10 @@ class DenseJacobian:
         total = product(u.flatten(1), self.j.flatten(0, 1))
         return total.unflatten(-1, self.form) if self.form else total
 
-    def formed(self, count: int | None = None) -> DenseJacobian:
+    def materialised(self, count: int | None = None) -> DenseJacobian:
         return self
 
-    def formed_numbers(self) -> int:
+    def materialised_size(self) -> int:
         return self.j.numel()
 
 
@@ -314,10 +314,10 @@ class LookupJacobian:
         """Return it for indices (B, T) and gradients g (K, B, T, d_out); ``real`` (B, T) is False for padding."""
         batch = len(indices)
         key = (torch.arange(batch, device=indices.device)[:, None] * table + indices)[real]
-        return cls._pooled(key, g[:, real], batch, table, key)
+        return cls._sum_by_key(key, g[:, real], batch, table, key)
 
     @classmethod
-    def _pooled(cls, key: Tensor, g: Tensor, batch: int, table: int, rows: Tensor) -> LookupJacobian:
+    def _sum_by_key(cls, key: Tensor, g: Tensor, batch: int, table: int, rows: Tensor) -> LookupJacobian:
         """Add up the gradients g (K, n, d_out) that have the same key, sample * table + token."""
         unique, inverse = torch.unique(key, return_inverse=True)
         pooled = g.new_zeros(g.shape[0], len(unique), g.shape[-1]).index_add_(1, inverse, g)
@@ -345,12 +345,12 @@ class LookupJacobian:
         key = owner * self.table + token
         return LookupJacobian(self.g[:, chosen], token, owner, rows.stop - rows.start, self.table, key)
 
-    def joined(self, other: LookupJacobian) -> LookupJacobian:
+    def add(self, other: LookupJacobian) -> LookupJacobian:
         key = torch.cat([part.owner * part.table + part.token for part in (self, other)])
         g, rows = torch.cat([self.g, other.g], 1), torch.cat([self.rows, other.rows])
-        return self._pooled(key, g, self.batch, self.table, rows)
+        return self._sum_by_key(key, g, self.batch, self.table, rows)
 
-    def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> LookupJacobian:
+    def rotate(self, out: Basis, inp: Basis, crossed: bool = True) -> LookupJacobian:
         assert isinstance(inp, Axes), "a lookup has no input basis"
         g = self.g if inp.scale is None else self.g * inp.scale[0][self.token].unsqueeze(-1).to(self.g)
         return replace(self, g=out.coordinates(g))
@@ -385,19 +385,19 @@ class LookupJacobian:
         return total.index_add_(0, self.token, self.g.square().sum(0)).mT.unsqueeze(0)
 
     def squares_in(self, out: Basis, inp: Basis) -> Tensor:
-        return pooled_pairs(out, inp, self.rotated(out, inp, crossed=False).squares())
+        return pool_pairs(out, inp, self.rotate(out, inp, crossed=False).squares())
 
     def unit_squares(self) -> Tensor:
         total = self.g.new_zeros(self.g.shape[0], self.batch, self.g.shape[-1])
         return total.index_add_(1, self.owner, self.g.square())
 
-    def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+    def quadratic_form(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         seeds, segments, d_out = self.g.shape
         classes = seeds // tokens
         shape = (self.batch, tokens, classes, classes) if full else (self.batch, tokens, classes)
         total = self.g.new_zeros(shape)
         numbers = seeds * (3 * d_out + (classes if full else 1))
-        for part in runs(segments, self.g.element_size() * numbers, self.g.device):
+        for part in chunks(segments, self.g.element_size() * numbers, self.g.device):
             rows = self.g[:, part].transpose(0, 1).reshape(-1, tokens, classes, d_out)
             scaled = rows * weights[0].mT[self.token[part]][:, None, None]
             forms = scaled @ rows.mT if full else (scaled * rows).sum(-1)
@@ -433,10 +433,10 @@ class LookupJacobian:
         total = mixed.new_zeros(u.shape[0], self.table, self.g.shape[-1]).index_add_(1, self.token, mixed)
         return total.mT.unsqueeze(1)
 
-    def formed(self, count: int | None = None) -> LookupJacobian:
+    def materialised(self, count: int | None = None) -> LookupJacobian:
         return self
 
-    def formed_numbers(self) -> int:
+    def materialised_size(self) -> int:
         return self.g.numel()
 
 

@@ -36,19 +36,19 @@ from lapwing.networks.forward import (
     Bypass,
     Path,
     Replica,
+    as_positions,
     can_be_copied,
     is_recurrent,
     model_output,
     needs_plain_kernels,
-    output_alone,
-    plain_kernels,
-    positions,
+    output_without_graph,
     raw_output,
-    reached,
     recording,
-    shaped,
+    select_kernels,
+    with_output_dim,
+    without_unused,
 )
-from lapwing.networks.graph import Graph, forward_differs, read, refuse_wrong_gradients
+from lapwing.networks.graph import Graph, forward_differs, read_graph, refuse_wrong_gradients
 from lapwing.networks.jacobians import Block, Footprint
 from lapwing.networks.last_layer import find_head
 from lapwing.networks.ops import operation
@@ -73,14 +73,14 @@ def shapes_of_sample(inputs: Inputs, per_sample: Sequence[bool]) -> tuple[torch.
     return tuple(leaf.shape[1:] if each else leaf.shape for each, leaf in zip(per_sample, leaves, strict=True))
 
 
-def seen_sizes(network: Network, inputs: Inputs) -> tuple[int, ...]:
+def measure_sizes(network: Network, inputs: Inputs) -> tuple[int, ...]:
     """Return (H, W) or (D, H, W) of the images that these inputs give, or (T,) of tokens.
 
     By a forward pass of one sample.
     """
     one = map_tensors(network.take(inputs, slice(0, 1)), lambda t: t.to(network.device))
     try:
-        with torch.no_grad(), plain_kernels(network.plain):
+        with torch.no_grad(), select_kernels(network.plain_kernels):
             out = model_output(network.replica, one)
     except InputError as error:
         raise InputError(f"{error} This was the first sample alone. {ADVICE}") from error
@@ -113,7 +113,7 @@ EXAMINED = 31  # samples of a batch with which a model is examined; a prime, whi
 REPEATED = {torch.float64: 1e-12, torch.float32: 1e-5}  # by how much outputs may differ where kernels reorder sums
 
 
-def examined(inputs: Inputs) -> Inputs:
+def first_samples(inputs: Inputs) -> Inputs:
     """Return the first samples of a batch that is one tensor, enough to examine a model; other batches as they are."""
     return inputs[:EXAMINED] if isinstance(inputs, Tensor) and inputs.ndim else inputs
 
@@ -149,12 +149,12 @@ def first_run(replica: Replica, inputs: Inputs, plain: bool) -> tuple[Replica, T
 
     The replica is one without a private copy if that is bypassed.
     """
-    one = replica.trial()
+    one = replica.throwaway_copy()
     tensors = dict(one.named_parameters())
     with Bypass(replica.source) as watch, refusing_changes(one), recording(tensors, replica.names, plain):
         out = model_output(one, inputs)
-        raw = positions(out)
-    if not replica.private or not watch.seen:
+        raw = as_positions(out)
+    if not replica.private or not watch.is_bypassed:
         return replica, raw, tuple(out.shape[2:]) if out.ndim > 3 else ()
     return first_run(replace(replica, private=False), inputs, plain)
 
@@ -164,7 +164,7 @@ def refuse_random(model: nn.Module, inputs: Inputs, plain: bool) -> None:
     few_inputs = inputs
     if len(list(named_leaves(inputs))) == 1:  # of several, one may be shared by all samples
         few_inputs = take(inputs, (True,), slice(FEW))
-    first, second = output_alone(model, few_inputs, plain), output_alone(model, few_inputs, plain)
+    first, second = output_without_graph(model, few_inputs, plain), output_without_graph(model, few_inputs, plain)
     allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
     if first.shape == second.shape:
         gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
@@ -202,7 +202,7 @@ def _refuse_mixed_samples(
     gap = torch.zeros((), device=raw.device)
     for rows in (slice(0, half), slice(half, batch)):
         try:
-            alone = output_alone(model, take(inputs, per_sample, rows), plain)
+            alone = output_without_graph(model, take(inputs, per_sample, rows), plain)
         except (IndexError, RuntimeError) as error:
             if all(per_sample):
                 raise
@@ -227,7 +227,7 @@ def _refuse_mixed_samples(
         )
 
 
-def learn(
+def learn_rows(
     model: nn.Module, inputs: Inputs, raw: Tensor, rows: SampleRows, plain: bool, copied: bool = False
 ) -> SampleRows:
     """Return which tensors have a row for each sample, as known after this batch; raise if samples mix.
@@ -252,7 +252,7 @@ def learn(
 def _refuse_dependent(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> None:
     """Raise if the gradient of an output of one half of the batch is not zero in rows of the other half."""
     try:
-        crossed = _crossed(model, inputs, per_sample, batch, plain)
+        crossed = _depends_on_other_half(model, inputs, per_sample, batch, plain)
     except (
         RuntimeError,
         NotImplementedError,
@@ -271,7 +271,9 @@ def _names(inputs: Inputs, flags: Sequence[bool]) -> str:
     return ", ".join(place_name(key) for (key, _), flag in zip(named_leaves(inputs), flags, strict=True) if flag)
 
 
-def _crossed(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> list[bool]:
+def _depends_on_other_half(
+    model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool
+) -> list[bool]:
     """Return for each tensor whether outputs of one half of the batch have gradients in its rows of the other half."""
     leaves: dict[int, Tensor] = {}
     numbers = iter(range(len(per_sample)))
@@ -283,7 +285,7 @@ def _crossed(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], bat
         leaves[number] = t.detach().clone().requires_grad_()
         return leaves[number].clone()  # a model may write into its inputs
 
-    with torch.inference_mode(False), torch.enable_grad(), plain_kernels(plain):
+    with torch.inference_mode(False), torch.enable_grad(), select_kernels(plain):
         raw = _perturbed_output(model, map_leaves(inputs, with_gradient))
         crossed = [False] * len(per_sample)
         first, second = slice(0, batch // 2), slice(batch // 2, batch)
@@ -301,7 +303,7 @@ def _crossed(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], bat
 def _refuse_pooled(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> None:
     """Raise if some samples, run alone and in another order, have different outputs than in the batch."""
     some = torch.randperm(batch, generator=torch.Generator().manual_seed(0))[: max(2, (batch + 2) // 3)]
-    with torch.no_grad(), plain_kernels(plain):
+    with torch.no_grad(), select_kernels(plain):
         whole, alone = _perturbed_output(model, inputs), _perturbed_output(model, take(inputs, per_sample, some))
     if alone.shape[1:] != whole.shape[1:]:
         return  # dynamic padding: lengths follow the batch
@@ -325,7 +327,7 @@ def _perturbed_output(model: nn.Module, inputs: Inputs) -> Tensor:
 Layout = tuple[Block, ...]
 
 
-def arranged(graph: Graph, patterns: Patterns, shapes: Mapping[str, Shape]) -> Layout:
+def arrange_blocks(graph: Graph, patterns: Patterns, shapes: Mapping[str, Shape]) -> Layout:
     """Return the blocks of all parameters: which of them go together, and the kind of each block."""
     uses_of: dict[str, list[Use]] = {name: [] for name in shapes}
     without_rule = dict(graph.unread)
@@ -333,7 +335,7 @@ def arranged(graph: Graph, patterns: Patterns, shapes: Mapping[str, Shape]) -> L
         uses_of[use.name].append(use)
         if patterns[use.node] is None:
             without_rule.setdefault(use.name, "rows shared by the whole batch")
-    biases = _joined_biases(graph, uses_of, without_rule, shapes)
+    biases = _biases_to_join(graph, uses_of, without_rule, shapes)
     blocks = []
     for name, uses in uses_of.items():
         if name in biases.values():
@@ -351,7 +353,7 @@ def arranged(graph: Graph, patterns: Patterns, shapes: Mapping[str, Shape]) -> L
     return tuple(blocks)
 
 
-def _joined_biases(
+def _biases_to_join(
     graph: Graph, uses_of: Mapping[str, list[Use]], without_rule: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
     """Return weight -> bias, where every use of either is a use of both on the same rows."""
@@ -367,7 +369,7 @@ def _joined_biases(
     return pairs
 
 
-def without_factors(graph: Graph, patterns: Patterns, layout: Layout) -> dict[int, str]:
+def unreadable_blocks(graph: Graph, patterns: Patterns, layout: Layout) -> dict[int, str]:
     """Return the blocks whose Jacobian cannot be read from this graph, by number, each with the reason.
 
     The blocks follow the first batch, and a later one may have another graph: by control flow in the model, or by an
@@ -464,13 +466,13 @@ def footprint(
         if not block.has_rule:
             opaque += block.size
         elif not block.linear or counts is not None:
-            read = _gradient_numbers(use for use in graph.uses if use.name == block.weight) // batch
+            read_graph = _gradient_numbers(use for use in graph.uses if use.name == block.weight) // batch
             formed = block.size
             if block.linear and counts is not None:  # its columns, where they are few
                 count = sum(counts[name] for name in block.names)
-                few = are_few(count, block.size, outputs, read // (block.groups * block.d_out))
+                few = are_few(count, block.size, outputs, read_graph // (block.groups * block.d_out))
                 formed = count if few else 0
-            largest = max(largest, formed if formed > read else 0)
+            largest = max(largest, formed if formed > read_graph else 0)
     computed = sum(map(output_numbers, _computing(graph)))
     at_once = None if recurrent else numbers_at_once(graph, {use.node for use in graph.uses}, raw.dtype)
     live = width if at_once is None else min(width, at_once // batch)
@@ -518,30 +520,30 @@ def examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path) ->
     recurrent, needed = is_recurrent(model), weights.needs(model)
     plain = needs_plain_kernels(model, recurrent)
     replica = Replica(model, needed, can_be_copied(model), output)
-    inputs, rows, single = _several(examined(inputs), replica, plain)
+    inputs, rows, single = _with_several_samples(first_samples(inputs), replica, plain)
     replica, raw, image = first_run(replica, inputs, plain)
     tensors = dict(replica.model.named_parameters())
-    f = shaped(raw.detach())
+    f = with_output_dim(raw.detach())
     check_finite(f, "outputs of the network")
-    refuse_random(replica.trial(), inputs, plain)  # first: random outputs look like mixed samples
-    rows = learn(replica.model, inputs, raw.detach(), rows, plain, copied=single)
+    refuse_random(replica.throwaway_copy(), inputs, plain)  # first: random outputs look like mixed samples
+    rows = learn_rows(replica.model, inputs, raw.detach(), rows, plain, copied=single)
     if raw.grad_fn is None:
         raise ModelError("the output does not depend on any selected parameter; choose other weights.")
-    graph = read(raw, tensors, needed)
+    graph = read_graph(raw, tensors, needed)
     refuse_wrong_gradients(graph)
     selection = weights.choose(model, graph)
     if output and selection.index is None:
-        with plain_kernels(plain):
-            selection = reached(selection, raw, tensors)
+        with select_kernels(plain):
+            selection = without_unused(selection, raw, tensors)
     per_sample = rows.per_sample(inputs, len(raw))
     widest = widest_result(graph, len(raw))
     if len(needed) < len(tensors):  # layers before them are not in the graph
         widest = max(widest, _widest_of_all(replica, take(inputs, per_sample, slice(0, 2)), plain))
     if selection.names != needed:
-        replica, raw, graph = _again(replica, selection, inputs, plain)
-    with plain_kernels(plain):
+        replica, raw, graph = _rerun(replica, selection, inputs, plain)
+    with select_kernels(plain):
         patterns, _ = find_patterns(raw, graph, recurrent)
-    layout = arranged(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
+    layout = arrange_blocks(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
     sizes = replace(footprint(layout, graph, raw, f[0].numel(), recurrent, selection.counts), widest=widest)
     head = find_head(graph, layout)
     return Examined(
@@ -551,7 +553,7 @@ def examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path) ->
     )  # fmt: skip
 
 
-def _several(inputs: Inputs, replica: Replica, plain: bool) -> tuple[Inputs, SampleRows, bool]:
+def _with_several_samples(inputs: Inputs, replica: Replica, plain: bool) -> tuple[Inputs, SampleRows, bool]:
     """Return inputs of several samples, what is known about their rows, and whether there was a single sample.
 
     A single sample does not show which rows all samples share: it is taken twice.
@@ -559,7 +561,7 @@ def _several(inputs: Inputs, replica: Replica, plain: bool) -> tuple[Inputs, Sam
     rows = SampleRows()
     count = rows.count(inputs)
     if count is None:  # only the outputs tell how many samples there are
-        one = replica.trial()
+        one = replica.throwaway_copy()
         # With gradients: a value that the model keeps from its first run must lead back to the parameters.
         with refusing_changes(one), recording(dict(one.named_parameters()), replica.names, plain):
             count = len(raw_output(one, inputs))
@@ -574,17 +576,17 @@ def _several(inputs: Inputs, replica: Replica, plain: bool) -> tuple[Inputs, Sam
 def _widest_of_all(replica: Replica, two: Inputs, plain: bool) -> int:
     """Return how many numbers the largest result of an operation has for each of two samples, in the graph or not."""
     with LargestResult() as largest:
-        output_alone(replica.model, two, plain)
+        output_without_graph(replica.model, two, plain)
     return largest.numbers // 2
 
 
-def _again(replica: Replica, selection: Selection, inputs: Inputs, plain: bool) -> tuple[Replica, Tensor, Graph]:
+def _rerun(replica: Replica, selection: Selection, inputs: Inputs, plain: bool) -> tuple[Replica, Tensor, Graph]:
     """Run the model again with the selected weights alone in the graph."""
     replica = replace(replica, names=selection.names)
     tensors: Mapping[str, Tensor] = dict(replica.model.named_parameters())
     with recording(tensors, selection.names, plain):
         raw = raw_output(replica.model, inputs)
-    return replica, raw, read(raw, tensors, selection.names)
+    return replica, raw, read_graph(raw, tensors, selection.names)
 
 
 def _is_normalised(model: nn.Module, graph: Graph) -> bool:

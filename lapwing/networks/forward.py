@@ -35,7 +35,7 @@ from lapwing.data.inputs import Batch, Inputs, accepts_arguments, call_model, ha
 from lapwing.data.samples import SampleSet
 from lapwing.errors import DataError, InputError, ModelError
 from lapwing.networks.selection import Selection
-from lapwing.runtime.settings import Rule, is_integer, nearest, refuse_other_arguments, seen
+from lapwing.runtime.settings import Rule, describe, is_integer, nearest, refuse_other_arguments
 from lapwing.runtime.threads import LOCK, deferred, own_kernels, poll, unfused_attention, without_checkpoints
 from lapwing.values.outputs import DIMS, pixels
 
@@ -60,7 +60,7 @@ def path_of(output: Any) -> Path:
     return output if isinstance(output, tuple) else (output,)
 
 
-def picked(out: Any, path: Path) -> Any:
+def pick_output(out: Any, path: Path) -> Any:
     """Return what lies at this path in the output of a model; raise ``ModelError`` with what there is, if nothing does.
 
     Without a path it is the output, or its ``logits`` if it has any and is no tensor.
@@ -72,7 +72,7 @@ def picked(out: Any, path: Path) -> Any:
     return out["logits"] if isinstance(out, Mapping) and "logits" in out else getattr(out, "logits", out)
 
 
-def reached(selection: Selection, raw: Tensor, tensors: Mapping[str, Tensor]) -> Selection:
+def without_unused(selection: Selection, raw: Tensor, tensors: Mapping[str, Tensor]) -> Selection:
     """Return the selection without the parameters that the output does not depend on, such as those of other heads."""
     chosen = [tensors[name] for name in selection.names]
     recorded = [p for p in chosen if p.requires_grad]
@@ -111,7 +111,7 @@ def keys_of(out: Any) -> list[Any]:
     return [name for name, value in getattr(out, "__dict__", {}).items() if isinstance(value, Tensor | tuple | list)]
 
 
-def plain_module(model: Any) -> Any:
+def extract_network(model: Any) -> Any:
     """Return the network inside a model of a framework; other models as they are.
 
     A skorch net becomes its module in evaluation mode: skorch sets the mode at every step. A Lightning module, or that
@@ -127,10 +127,10 @@ def plain_module(model: Any) -> Any:
         if model.lightning_module is None:
             raise ModelError("the Trainer has no module yet; expected one that was trained: trainer.fit(module) first.")
         model = model.lightning_module
-    return _detached(model) if _is_lightning_module(model) else model
+    return _detach_trainer(model) if _is_lightning_module(model) else model
 
 
-def plain_data(model: Any, data: Any) -> Any:
+def extract_data(model: Any, data: Any) -> Any:
     """Return the data as ``fit`` reads them, for a model as the user gave it.
 
     A pair of arrays for a skorch net becomes the loader that the net would use. A Lightning data module
@@ -178,21 +178,21 @@ def _skorch_module(net: Any) -> nn.Module:
     return module.eval()
 
 
-def _detached(module: Any) -> nn.Module:
+def _detach_trainer(module: Any) -> nn.Module:
     """Return a copy of a Lightning module in evaluation mode, without its Trainer; its logging does nothing."""
     trainer = _trainer_of(module)
     try:
-        copied = copy.deepcopy(module, {} if trainer is None else {id(trainer): _NO_TRAINER})
+        copy_modules = copy.deepcopy(module, {} if trainer is None else {id(trainer): _NO_TRAINER})
     except (TypeError, RuntimeError) as error:
         raise ModelError(
             f"the Lightning module {type(module).__name__} cannot be copied: {error}; expected one that copy.deepcopy "
             "takes. Give the network inside it, in evaluation mode: lw.fit(module.network.eval(), ...)."
         ) from error
-    for part in copied.modules():
+    for part in copy_modules.modules():
         if _is_lightning_module(part):
             part.trainer = None
             part.log = part.log_dict = _ignore
-    return copied.eval()
+    return copy_modules.eval()
 
 
 _NO_TRAINER = object()  # in the place of the Trainer while a module is copied, whose data it holds
@@ -227,7 +227,7 @@ def recording(tensors: Mapping[str, Tensor], names: Collection[str], plain: bool
     restored, by one thread at a time. ``plain`` switches vendors' kernels off (see ``needs_plain_kernels``).
     """
     changed = {p: p.requires_grad for name, p in tensors.items() if p.requires_grad != (name in names)}
-    with torch.inference_mode(False), torch.enable_grad(), plain_kernels(plain), LOCK if changed else nullcontext():
+    with torch.inference_mode(False), torch.enable_grad(), select_kernels(plain), LOCK if changed else nullcontext():
         try:
             for parameter, flag in changed.items():
                 parameter.requires_grad_(not flag)
@@ -282,7 +282,7 @@ def outside_inference(call_model: Call) -> Call:
     return run  # type: ignore[return-value]
 
 
-def plain_kernels(plain: bool) -> AbstractContextManager[None]:
+def select_kernels(plain: bool) -> AbstractContextManager[None]:
     """Use PyTorch's own kernels instead of those of cuDNN and oneDNN, if ``plain``."""
     return own_kernels if plain else nullcontext()
 
@@ -295,10 +295,10 @@ def raw_output(
     ``values`` are other values for some of its parameters and buffers, which a copy gets for this run. ``output`` says
     which of several outputs; None is the one that the private copy of a model was made for.
     """
-    return positions(model_output(model, inputs, values, output))
+    return as_positions(model_output(model, inputs, values, output))
 
 
-def positions(out: Tensor) -> Tensor:
+def as_positions(out: Tensor) -> Tensor:
     """Return the tensor of a model with images (B, C, H, W) as their pixels (B, H W, C), others as they are."""
     return pixels(out) if out.ndim > 3 else out
 
@@ -314,20 +314,20 @@ def model_output(
     if any(t.is_inference() for t in tensors_in(inputs)):  # those cannot be saved for a gradient
         inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
     try:
-        with lent(model) as one, unfused_attention, without_checkpoints():
+        with borrow_copy(model) as one, unfused_attention, without_checkpoints():
             out = (
                 call_model(one, inputs)
                 if values is None
-                else functional_call(BatchCall(one), _renamed(values), (inputs,))
+                else functional_call(BatchCall(one), _with_inner_names(values), (inputs,))
             )
     except REFUSED as error:
         if type(error) not in REFUSED:  # of the user's own, out of memory, or an operation that is not implemented
             raise
         raise InputError(
-            f"the model raises {type(error).__name__}: {error}. {_described(model, inputs, error)}"
+            f"the model raises {type(error).__name__}: {error}. {_describe_call(model, inputs, error)}"
         ) from error
     path = output_of(model) if output is None else output
-    out = picked(out, path)
+    out = pick_output(out, path)
     if not isinstance(out, Tensor):
         names = ", ".join(map(repr, keys_of(out)))
         choose = f"Choose one of its parts by output=... ({names}), or wrap" if names else "Wrap"
@@ -349,18 +349,24 @@ def model_output(
     return out
 
 
-def output_alone(model: nn.Module, inputs: Inputs, plain: bool) -> Tensor:
+def output_without_graph(model: nn.Module, inputs: Inputs, plain: bool) -> Tensor:
     """Return what ``raw_output`` returns, without a graph; ``plain`` switches vendors' kernels off."""
-    with torch.no_grad(), plain_kernels(plain):
+    with torch.no_grad(), select_kernels(plain):
         return raw_output(model, inputs)
 
 
-def own_loss(model: nn.Module, batch: Batch, plain: bool) -> Tensor | None:
+def loss_of_model(model: nn.Module, batch: Batch, plain: bool) -> Tensor | None:
     """Return the loss that a model with an argument ``labels`` returns for these targets; None if it returns none."""
     if not has_argument(model, "labels") or not batch.targets_are_labels:
         return None
     try:
-        with torch.no_grad(), plain_kernels(plain), lent(model) as one, unfused_attention, without_checkpoints():
+        with (
+            torch.no_grad(),
+            select_kernels(plain),
+            borrow_copy(model) as one,
+            unfused_attention,
+            without_checkpoints(),
+        ):
             out = call_model(one, batch.inputs, labels=batch.targets)
     except REFUSED as error:
         if type(error) not in REFUSED:  # of the user's own, or out of memory
@@ -381,11 +387,11 @@ class BatchCall(nn.Module):
         return call_model(self.inner, inputs)
 
 
-def _renamed(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _with_inner_names(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"inner.{name}": value for name, value in values.items()}
 
 
-def _described(model: nn.Module, inputs: Inputs, error: Exception) -> str:
+def _describe_call(model: nn.Module, inputs: Inputs, error: Exception) -> str:
     """Describe the inputs, for the error message: PyTorch's message may only mention a matrix inside the model."""
     kinds = lambda tensors: ", ".join(dict.fromkeys(f"{t.dtype} on {t.device}" for t in tensors)) or "none"
     shapes = ", ".join(str(tuple(t.shape)) for t in tensors_in(inputs))
@@ -409,16 +415,16 @@ def advice(model: nn.Module, inputs: Inputs, error: Exception) -> str:
     return trained
 
 
-def shaped(raw: Tensor) -> Tensor:
+def with_output_dim(raw: Tensor) -> Tensor:
     """Return f (B, [T,] C): a single output without its dimension, (B,), becomes (B, 1)."""
     return raw.unsqueeze(-1) if raw.ndim == 1 else raw
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the plain module inside a compiled or data-parallel one, whose graph shows no operations."""
     wrappers = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
     inner = getattr(model, wrappers.get(type(model).__name__, ""), None)
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
 def refuse_distributed(model: nn.Module) -> None:
@@ -467,7 +473,7 @@ def refuse_unusable_parameters(model: nn.Module, names: Collection[str] = ()) ->
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model; raise if it is no module, has no parameters or is on the meta device."""
     if not isinstance(model, nn.Module):
-        raise ModelError(f"the model is {seen(model)}; expected a torch.nn.Module.")
+        raise ModelError(f"the model is {describe(model)}; expected a torch.nn.Module.")
     for parameter in model.parameters():
         if parameter.is_meta:
             raise ModelError("the model is on the meta device and has no numbers; load its weights first.")
@@ -533,7 +539,7 @@ class Replica:
                 "is no module, so that no copy of it can run; expected a model of plain modules. Wrap it in a module "
                 "whose forward returns the tensor."
             )
-        self._made: _Made | None = None
+        self._made: _PrivateCopy | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -545,28 +551,28 @@ class Replica:
         """The parameters of the copy by name; a copy has the same ones as long as it lives."""
         return self._current().parameters if self.private else dict(self.source.named_parameters())
 
-    def _current(self) -> _Made:
+    def _current(self) -> _PrivateCopy:
         made = self._made
         if made is None or made.is_stale(self.source):
             with LOCK:
                 made = self._made
                 if made is None or made.is_stale(self.source):
-                    made = self._made = _Made(self.source, self.names, self.output)
+                    made = self._made = _PrivateCopy(self.source, self.names, self.output)
         return made
 
-    def trial(self) -> nn.Module:
+    def throwaway_copy(self) -> nn.Module:
         """Return a copy for a single run, which shows what the run changed; without a private copy the model."""
-        return copied(self.model) if self.private else self.source
+        return copy_modules(self.model) if self.private else self.source
 
 
-class _Made:
+class _PrivateCopy:
     """A copy, and the tensors that it was made with."""
 
     def __init__(self, source: nn.Module, names: tuple[str, ...], output: tuple[str | int, ...]) -> None:
         leaves = {id(p): _leaf(p, name in names) for name, p in source.named_parameters() if _has_gradient(p)}
         self.source = source
         self.first = next(((p, leaves[id(p)]) for p in source.parameters() if id(p) in leaves), None)
-        self.model = shareable(copied(source, leaves))
+        self.model = make_shareable(copy_modules(source, leaves))
         vars(self.model)[OUTPUT_ATTRIBUTE] = output
         self.parameters: Mapping[str, nn.Parameter] = dict(self.model.named_parameters())
 
@@ -598,9 +604,9 @@ def can_be_copied(model: nn.Module) -> bool:
     return not any(type(module).__name__ in REBUILT for module in model.modules())
 
 
-def copied(model: nn.Module, tensors: dict[int, Any] | None = None) -> nn.Module:
+def copy_modules(model: nn.Module, tensors: dict[int, Any] | None = None) -> nn.Module:
     """Return a copy of the modules; ``tensors`` maps ids of tensors to others that take their place."""
-    copy = _Copy(dict(tensors or {}))
+    copy = _CopyBuilder(dict(tensors or {}))
     new = copy.module(model)
     before: list[tuple[Any, Any]] = []
     vars(new)[WRITTEN] = before
@@ -613,7 +619,7 @@ def _content(container: Any) -> Any:
     return dict(container) if isinstance(container, dict) else list(container)
 
 
-def take_back(model: nn.Module) -> None:
+def undo_writes(model: nn.Module) -> None:
     """Undo what a run wrote into the modules of a copy, and into the dictionaries, lists and sets that they hold."""
     for container, before in vars(model)[WRITTEN]:
         if isinstance(container, dict):
@@ -625,8 +631,8 @@ def take_back(model: nn.Module) -> None:
             (container.extend if isinstance(container, list) else container.update)(before)
 
 
-def shareable(model: nn.Module) -> nn.Module:
-    """Return a private model as one that ``lent`` copies for each call."""
+def make_shareable(model: nn.Module) -> nn.Module:
+    """Return a private model as one that ``borrow_copy`` copies for each call."""
     vars(model)[IDLE] = Idle()
     return model
 
@@ -638,7 +644,7 @@ def output_of(model: nn.Module) -> tuple[str | int, ...]:
 
 
 @contextlib.contextmanager
-def lent(model: nn.Module) -> Iterator[nn.Module]:
+def borrow_copy(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a copy of a private model for one call; another model itself, to one thread at a time."""
     if IDLE not in vars(model):
         with LOCK:
@@ -651,34 +657,34 @@ def lent(model: nn.Module) -> Iterator[nn.Module]:
     try:
         one = idle.pop()
     except IndexError:
-        one = copied(model)
+        one = copy_modules(model)
     yield one
-    take_back(one)
+    undo_writes(one)
     idle.append(one)  # not after an error
 
 
 class Bypass(TorchFunctionMode):
-    """A watch over a run of the copy: whether operations use weights of the model itself (``seen``).
+    """A watch over a run of the copy: whether operations use weights of the model itself (``is_bypassed``).
 
     A model may reach them through a global variable or an object that is no module, and then a copy is no use.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._ids, self.seen = {id(p) for p in model.parameters() if _has_gradient(p)}, False
+        self._ids, self.is_bypassed = {id(p) for p in model.parameters() if _has_gradient(p)}, False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.seen = self.seen or any(map(self._uses, (*args, *kwargs.values())))
+        self.is_bypassed = self.is_bypassed or any(map(self._uses, (*args, *kwargs.values())))
         return func(*args, **kwargs)
 
     def _uses(self, value: Any) -> bool:
         return any(map(self._uses, value)) if isinstance(value, tuple | list) else id(value) in self._ids
 
 
-class _Copy:
+class _CopyBuilder:
     """One copy in the making: modules, and what leads to modules and replaced tensors, once each."""
 
     def __init__(self, done: dict[int, Any]) -> None:
@@ -730,9 +736,9 @@ class _Copy:
             return new
         parts = [self.value(part) for part in value]
         if isinstance(value, list):
-            copied = copy.copy(value)
-            copied[:] = parts
-            return copied
+            copy_modules = copy.copy(value)
+            copy_modules[:] = parts
+            return copy_modules
         return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
 
     def reference(self, value: Any) -> Any:

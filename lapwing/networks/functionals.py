@@ -58,7 +58,7 @@ def _slope_in_weights(network: Network, function: Functional) -> Tensor:
                 f"{', '.join(network.selection.names):.200}, without detach() or item()."
             )
         grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    slope = network.selection.picked(torch.cat([grad.reshape(-1) for grad in grads]))
+    slope = network.selection.pick(torch.cat([grad.reshape(-1) for grad in grads]))
     _refuse_infinite(value, slope)
     return slope
 

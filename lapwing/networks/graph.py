@@ -84,7 +84,7 @@ class Graph:
         return node.name().partition("Backward")[0].lower()
 
 
-def read(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Collection[str] = ()) -> Graph:
+def read_graph(output: Tensor, tensors: Mapping[str, Tensor] | None = None, names: Collection[str] = ()) -> Graph:
     """Walk the graph of ``output``, follow the samples of its first dimension, and find the uses of parameters.
 
     ``tensors`` are all parameters of the network; those with these ``names`` are looked for.
@@ -145,10 +145,10 @@ def _refuse_kept(leaf: Tensor, parameters: Mapping[str, Tensor]) -> None:
     """Raise if a leaf that is no parameter of the copy that ran shares its memory with one: another run used it."""
     for name, parameter in parameters.items():
         if parameter.layout is leaf.layout is torch.strided and parameter.data_ptr() == leaf.data_ptr() != 0:
-            raise ModelError(kept_value(name))
+            raise ModelError(kept_value_message(name))
 
 
-def kept_value(name: str, where: str = "") -> str:
+def kept_value_message(name: str, where: str = "") -> str:
     """Say that the model keeps what it computed from a parameter in an earlier run."""
     return (
         f"the model keeps a value that it computed from {name!r} in an earlier run{where}, and its outputs follow that "

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lapwing.runtime.memory import PIECE, evenly, gathered, runs, working
+from lapwing.runtime.memory import PIECE, chunks, concat_chunks, even_chunks, working_memory
 
 if TYPE_CHECKING:
     from lapwing.linalg.dense import Basis
@@ -38,14 +38,14 @@ AT_ONCE = 3  # results of operations that a forward pass without gradients has i
 MOST = 1024  # joining more samples than this gains nothing
 
 
-def temporary(device: torch.device) -> int:
+def temporary_bytes(device: torch.device) -> int:
     """Return the bytes that one intermediate result may take."""
-    return int(PIECE * working(device))
+    return int(PIECE * working_memory(device))
 
 
-def near(device: torch.device) -> int:
+def small_results_budget(device: torch.device) -> int:
     """Return the bytes that many small results may take together: enough to keep a GPU busy, near a CPU's caches."""
-    return min(JOINED.get(device.type, JOINED["cuda"]), temporary(device))
+    return min(JOINED.get(device.type, JOINED["cuda"]), temporary_bytes(device))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Footprint:
         """What a file keeps of it."""
         return {name: value for name, value in asdict(self).items() if name != "streams"}
 
-    def scaled(self, positions: int, measured: int) -> Footprint:
+    def for_positions(self, positions: int, measured: int) -> Footprint:
         """Return the footprint of samples with this many tokens or pixels, from that of samples with ``measured``.
 
         Results of all layers grow with their number; Jacobians that are kept whole do not.
@@ -83,11 +83,11 @@ class Footprint:
         grows, more, fewer = ("width", "patches", "graph", "live", "widest"), max(1, positions), max(1, measured)
         return replace(self, **{name: -(-getattr(self, name) * more // fewer) for name in grows})
 
-    def joined(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
+    def batch_size_for(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return how many samples are worth joining into one pass: their gradients should stay small."""
         forward = _itemsize(dtype) * AT_ONCE * self.widest
-        most = min(MOST, temporary(device) // max(1, forward))
-        return max(1, min(most, near(device) // self._bytes(seeds, dtype, 1)))
+        most = min(MOST, temporary_bytes(device) // max(1, forward))
+        return max(1, min(most, small_results_budget(device) // self._bytes(seeds, dtype, 1)))
 
     def chunks(
         self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device, most: int | None = None
@@ -96,14 +96,14 @@ class Footprint:
         if device.type == "cpu":
             fast = max(16, CACHED // self._bytes(seeds, dtype, 2))
             most = fast if most is None else min(most, fast)
-        return self.largest(batch, seeds, dtype, device, most)
+        return self.largest_chunks(batch, seeds, dtype, device, most)
 
-    def largest(
+    def largest_chunks(
         self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device, most: int | None = None
     ) -> Iterator[slice]:
         """Yield runs of samples that fit the byte budget, as many samples as fit, where fewer would not be faster."""
         each = self._bytes(seeds, dtype, 2)  # a backward pass needs about the same memory again
-        return runs(batch, each + _itemsize(dtype) * self.passing, device, GRADIENTS, most)
+        return chunks(batch, each + _itemsize(dtype) * self.passing, device, GRADIENTS, most)
 
     def seed_runs(
         self, seeds: int, batch: int, dtype: torch.dtype, device: torch.device, unit: int = 1
@@ -112,29 +112,29 @@ class Footprint:
 
         Each has a multiple of ``unit`` seeds, as their number has.
         """
-        most = self.at_once(batch, dtype, device)
-        for run in evenly(seeds // unit, most // unit):
+        most = self.seeds_at_once(batch, dtype, device)
+        for run in even_chunks(seeds // unit, most // unit):
             yield slice(unit * run.start, unit * run.stop)
 
     def forward_runs(self, batch: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
         """Yield runs of samples whose activations fit the byte budget, for passes that record no gradients."""
-        return runs(batch, _itemsize(dtype) * (self.passing + self.patches), device, GRADIENTS)
+        return chunks(batch, _itemsize(dtype) * (self.passing + self.patches), device, GRADIENTS)
 
     def chunk_bytes(self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return the bytes that the largest chunk of a batch usually takes: less than chunks are made for."""
         first = next(iter(self.chunks(batch, seeds, dtype, device)))
         samples = first.stop - first.start
-        run = min(seeds, self.at_once(samples, dtype, device))
+        run = min(seeds, self.seeds_at_once(samples, dtype, device))
         return int(samples * (USUAL * self._bytes(run, dtype, 1) + _itemsize(dtype) * self.passing))
 
-    def at_once(self, samples: int, dtype: torch.dtype, device: torch.device, width: int = 0) -> int:
+    def seeds_at_once(self, samples: int, dtype: torch.dtype, device: torch.device, width: int = 0) -> int:
         """Return how many seeds fit the byte budget together for this many samples; at least one.
 
         ``width`` counts further numbers for each sample and seed.
         """
         fixed = _itemsize(dtype) * (self.patches + self.passing)
         each = _itemsize(dtype) * (2 * (self.held + self.whole) + width)
-        return max(1, (int(GRADIENTS * working(device)) - samples * fixed) // (samples * each))
+        return max(1, (int(GRADIENTS * working_memory(device)) - samples * fixed) // (samples * each))
 
     def _bytes(self, seeds: int, dtype: torch.dtype, copies: int) -> int:
         return _itemsize(dtype) * (copies * max(1, seeds) * (self.held + self.whole) + self.patches)
@@ -223,7 +223,7 @@ class Block:
             return matrix
         return torch.cat([matrix, values[self.bias].reshape(*lead, self.groups, self.d_out, 1)], -1)
 
-    def spread(self, matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def split(self, matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter by name, flat in its last dimension: the inverse of ``arrange``."""
         lead = matrix.shape[: matrix.ndim - len(self.form)]
         if not self.linear:
@@ -278,11 +278,11 @@ class BlockJacobian(Protocol):
         """Return that of some samples."""
         ...
 
-    def joined(self: S, other: S) -> S:
+    def add(self: S, other: S) -> S:
         """Return the sum with the Jacobian of another use of the same block, which has the same form."""
         ...
 
-    def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> BlockJacobian:
+    def rotate(self, out: Basis, inp: Basis, crossed: bool = True) -> BlockJacobian:
         """Return it in coordinates of these bases of outputs and inputs. For factored forms.
 
         With ``crossed=False`` the result is only used within samples, which may take fewer coordinates.
@@ -323,7 +323,7 @@ class BlockJacobian(Protocol):
         """
         ...
 
-    def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+    def quadratic_form(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         """Return Σ_ij J_kij weights_ij J_lij: (B, S, C, C) if full, otherwise its diagonal (B, S, C)."""
         ...
 
@@ -339,11 +339,11 @@ class BlockJacobian(Protocol):
         """Return Jᵀ u for u (n, B, K), summed over samples: (n, *form)."""
         ...
 
-    def formed(self, count: int | None = None) -> BlockJacobian:
+    def materialised(self, count: int | None = None) -> BlockJacobian:
         """Return the form in which one product with ``count`` vectors is cheapest; without it, repeated products."""
         ...
 
-    def formed_numbers(self) -> int:
+    def materialised_size(self) -> int:
         """Return how many numbers the form for repeated products has."""
         ...
 
@@ -365,7 +365,7 @@ class LayerJacobians:
     stream: Stream | None = None  # a pass that holds few gradients at once
     entries: tuple[Entries, ...] | None = None  # the chosen entries of each block; None if all are chosen
 
-    def each(self, wanted: Collection[int] | None = None) -> Iterator[tuple[int, BlockJacobian]]:
+    def numbered_blocks(self, wanted: Collection[int] | None = None) -> Iterator[tuple[int, BlockJacobian]]:
         """Yield the number and the Jacobian of all or some blocks, in any order, for sums over blocks.
 
         Where the network streams, this is a backward pass of its own, which drops each gradient after its use.
@@ -387,7 +387,7 @@ class LayerJacobians:
         if self.entries is not None:
             return self._columns(self.entries)
         parts = [part.whole().reshape(*lead, *block.form) for block, part in self]
-        return in_order(parts, self.layout, self.selection)
+        return flatten_blocks(parts, self.layout, self.selection)
 
     def _columns(self, entries: tuple[Entries, ...]) -> Tensor:
         device = entries[0].at.device
@@ -401,12 +401,12 @@ class LayerJacobians:
         """Return that of some samples; a block is formed for all of them and then cut."""
         if rows == slice(0, self.batch):
             return self
-        parts = tuple(partial(_some, part, rows) for part in self.parts)
+        parts = tuple(partial(_samples_of, part, rows) for part in self.parts)
         return replace(self, parts=parts, stream=None, batch=rows.stop - rows.start)
 
     def double(self) -> LayerJacobians:
         """Return it in float64, for differences in which digits cancel."""
-        parts = tuple(partial(_in_double, part) for part in self.parts)
+        parts = tuple(partial(_to_double, part) for part in self.parts)
         stream = None if self.stream is None else partial(_double_stream, self.stream)
         return replace(self, parts=parts, stream=stream, dtype=torch.float64)
 
@@ -415,7 +415,7 @@ class LayerJacobians:
         v = v.to(self.dtype)
         if self.entries is not None:  # the weights of one block at a time are filled up with those not chosen
             pairs = zip(self.entries, self, strict=True)
-            return reduce(torch.add, (part.jvp(chosen.spread(v[:, chosen.places])) for chosen, (_, part) in pairs))
+            return reduce(torch.add, (part.jvp(chosen.expand(v[:, chosen.places])) for chosen, (_, part) in pairs))
         values = self.selection.split(v)
         return reduce(torch.add, (part.jvp(block.arrange(values)) for block, part in self))
 
@@ -428,30 +428,30 @@ class LayerJacobians:
                 total[:, chosen.places] = part.vjp(u).reshape(len(u), -1)[:, chosen.at]
             return total
         parts = [part.vjp(u).reshape(len(u), *block.form) for block, part in self]
-        return in_order(parts, self.layout, self.selection)
+        return flatten_blocks(parts, self.layout, self.selection)
 
     def gram(self, v: Tensor) -> Tensor:
         """Return Jᵀ J v for every row of v (n, P); a block is formed once for both products, if memory allows it."""
         parts: list[Callable[[], BlockJacobian]] = []
-        left = temporary(v.device)
+        left = temporary_bytes(v.device)
         for part in self.parts:
-            block = part().formed(len(v))
+            block = part().materialised(len(v))
             left -= block.nbytes
-            parts.append(partial(_same, block) if left >= 0 else part)
+            parts.append(partial(_constant, block) if left >= 0 else part)
             del block
         ready, each = replace(self, parts=tuple(parts), stream=None), 4 * v.element_size() * self.batch * self.outputs
-        return gathered((ready.vjp(ready.jvp(v[some])) for some in runs(len(v), each, v.device)), len(v))
+        return concat_chunks((ready.vjp(ready.jvp(v[some])) for some in chunks(len(v), each, v.device)), len(v))
 
-    def formed(self) -> LayerJacobians:
+    def materialised(self) -> LayerJacobians:
         """Return it with every block formed now, in the form in which repeated products are cheapest."""
-        return self._with_parts(part().formed() for part in self.parts)
+        return self._with_parts(part().materialised() for part in self.parts)
 
     def _with_parts(self, parts: Iterable[BlockJacobian]) -> LayerJacobians:
-        return replace(self, parts=tuple(partial(_same, part) for part in parts), stream=None)
+        return replace(self, parts=tuple(partial(_constant, part) for part in parts), stream=None)
 
-    def formed_bytes(self) -> int:
-        """Return the bytes that ``formed`` would take; the blocks are formed one after another."""
-        return sum(part.formed_numbers() for _, part in self) * torch.finfo(self.dtype).bits // 8
+    def materialised_bytes(self) -> int:
+        """Return the bytes that ``materialised`` would take; the blocks are formed one after another."""
+        return sum(part.materialised_size() for _, part in self) * torch.finfo(self.dtype).bits // 8
 
     @property
     def nbytes(self) -> int:
@@ -459,22 +459,22 @@ class LayerJacobians:
         return sum(part.nbytes for _, part in self)
 
 
-def in_order(parts: list[Tensor], layout: tuple[Block, ...], selection: Selection, picked: bool = True) -> Tensor:
+def flatten_blocks(parts: list[Tensor], layout: tuple[Block, ...], selection: Selection, picked: bool = True) -> Tensor:
     """Join tensors in the forms of their blocks to one in the order of theta, (..., P).
 
     With ``picked=False`` the entries that are not selected are included.
     """
-    by_name = dict(pair for part, block in zip(parts, layout, strict=True) for pair in block.spread(part))
+    by_name = dict(pair for part, block in zip(parts, layout, strict=True) for pair in block.split(part))
     dtype = max((part.dtype for part in parts), key=lambda d: torch.finfo(d).bits)
     flat = torch.cat([by_name[name].to(dtype) for name in selection.names], -1)
-    return selection.picked(flat) if picked else flat
+    return selection.pick(flat) if picked else flat
 
 
-def _same(part: BlockJacobian) -> BlockJacobian:
+def _constant(part: BlockJacobian) -> BlockJacobian:
     return part
 
 
-def _some(part: Callable[[], BlockJacobian], rows: slice) -> BlockJacobian:
+def _samples_of(part: Callable[[], BlockJacobian], rows: slice) -> BlockJacobian:
     return part().samples(rows)
 
 
@@ -482,5 +482,5 @@ def _double_stream(stream: Stream, wanted: Collection[int]) -> Iterator[tuple[in
     return ((number, part.to(torch.float64)) for number, part in stream(wanted))
 
 
-def _in_double(part: Callable[[], BlockJacobian]) -> BlockJacobian:
+def _to_double(part: Callable[[], BlockJacobian]) -> BlockJacobian:
     return part().to(torch.float64)

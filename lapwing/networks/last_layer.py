@@ -12,7 +12,7 @@ from lapwing.errors import ModelError
 from lapwing.linalg.dense import Basis
 from lapwing.networks.graph import Graph
 from lapwing.networks.jacobians import Block, KroneckerRows
-from lapwing.networks.selection import Selection, float_parameters, selected
+from lapwing.networks.selection import Selection, float_parameters, make_selection
 from lapwing.networks.uses import Node, Use, output_shape
 
 
@@ -25,7 +25,7 @@ class Head:
     path: tuple[tuple[Node, int], ...]  # the nodes from the output to it, each with the operand that leads on
     graph: Graph
 
-    def carried(self, values: Tensor) -> Tensor:
+    def carry_back(self, values: Tensor) -> Tensor:
         """Return values (K, *output of the network) at the outputs of the map, (K, *output of its node).
 
         Entries are moved and not computed with, so no digit is lost, whatever the dtype of the network.
@@ -141,9 +141,9 @@ class HeadGGN:
         total = self.diagonal if self.outer is None else self.diagonal + self.outer.square().sum(1)
         rotated = out.diagonal_of(total)
         if self.outer is not None:
-            each = [out.pooled(out.coordinates(term).square()) for term in self.outer.unbind(1)]
+            each = [out.pool(out.coordinates(term).square()) for term in self.outer.unbind(1)]
             rotated = rotated - torch.stack(each).sum(0)
-        a = inp.pooled(inp.lengths(self.a.flatten(1, 2)).double().square())
+        a = inp.pool(inp.lengths(self.a.flatten(1, 2)).double().square())
         return torch.bmm(rotated.clamp_min(0).mT, a)
 
     def pairs(self, rows: slice, first: Tensor, second: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class LastLayer:
         chosen = {name for node in frontier for name in maps[node]}
         sums = _sums_after(graph, frontier)  # a bias that is added separately
         chosen |= {use.name for use in graph.uses if use.node in frontier or (use.node in sums and not use.linear)}
-        return selected(model, tuple(name for name in self.needs(model) if name in chosen))
+        return make_selection(model, tuple(name for name in self.needs(model) if name in chosen))
 
 
 last_layer = LastLayer()

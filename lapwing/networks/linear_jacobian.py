@@ -20,10 +20,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lapwing.linalg.dense import Basis, pooled_pairs
+from lapwing.linalg.dense import Basis, pool_pairs
 from lapwing.networks.dense_jacobian import FASTER, DenseJacobian, Entries, product, product_onto, whole_between
-from lapwing.networks.jacobians import BlockJacobian, KroneckerRows, near
-from lapwing.runtime.memory import evenly, gathered, runs
+from lapwing.networks.jacobians import BlockJacobian, KroneckerRows, small_results_budget
+from lapwing.runtime.memory import chunks, concat_chunks, even_chunks
 
 NEAR = 2**20  # bytes of a piece: half of what a core's second cache holds
 
@@ -71,13 +71,13 @@ def columns(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     where there are several.
     """
     if a.shape[2] == 1:
-        return _at_one_position(a, g, entries)
+        return _columns_at_one_position(a, g, entries)
     if FASTER * len(entries.at) <= entries.size:
-        return _gathered(a, g, entries)
-    return _banded(a, g, entries)
+        return _columns_gathered(a, g, entries)
+    return _columns_in_bands(a, g, entries)
 
 
-def _at_one_position(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
+def _columns_at_one_position(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     group, output, inp = entries.coordinates
     if len(a) == 1:
         inputs = a[0, :, 0].index_select(-1, inp)
@@ -88,15 +88,15 @@ def _at_one_position(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     return rows * inputs.unsqueeze(1) if rows.requires_grad or inputs.requires_grad else rows.mul_(inputs.unsqueeze(1))
 
 
-def _gathered(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
+def _columns_gathered(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     """Multiply the gradients of each output with the inputs of its entries, in runs of equal length."""
-    outputs, inputs, place = entries.runs
+    outputs, inputs, place = entries.equal_runs
     _, seeds, batch, positions, d_out = g.shape
     group, output = outputs // d_out, outputs % d_out
     width = inputs.shape[1]
     each = 2 * g.element_size() * batch * positions * (seeds + width)
     parts = []
-    for some in evenly(len(outputs), max(1, near(g.device) // each)):
+    for some in even_chunks(len(outputs), max(1, small_results_budget(g.device) // each)):
         # Indices that are apart put their dimension first: (S, K, B, T) and (S, w, B, T).
         rows = g[group[some], :, :, :, output[some]].transpose(1, 2)
         below = a[group[some, None], :, :, inputs[some]].transpose(1, 2)
@@ -104,7 +104,7 @@ def _gathered(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     return torch.cat(parts, -1).index_select(-1, place)
 
 
-def _banded(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
+def _columns_in_bands(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     """Form the Jacobian of a few outputs of the layer at a time, and pick the entries."""
     groups, seeds, batch, _, d_out = g.shape
     starts, d_in = entries.starts, a.shape[-1]
@@ -112,7 +112,7 @@ def _banded(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     parts = []
     for group in range(groups):
         inputs = a[group].unsqueeze(1)  # (B, 1, T, d_in)
-        for band in evenly(d_out, max(1, near(g.device) // each)):
+        for band in even_chunks(d_out, max(1, small_results_budget(g.device) // each)):
             first, last = group * d_out + band.start, group * d_out + band.stop
             at = entries.at[starts[first] : starts[last]] - first * d_in
             if len(at):
@@ -155,7 +155,7 @@ class LinearJacobian:
         lengths = None if self.lengths is None else self.lengths[rows]
         return LinearJacobian(self.a[:, rows], self.g[:, :, rows], lengths)
 
-    def joined(self, other: LinearJacobian) -> LinearJacobian:
+    def add(self, other: LinearJacobian) -> LinearJacobian:
         """Return the sum of two uses: their positions stand side by side."""
         lengths = None
         if self.lengths is not None or other.lengths is not None:
@@ -166,7 +166,7 @@ class LinearJacobian:
         """Return the number of positions of each sample, (B,)."""
         return torch.full((self.batch,), self.positions, device=self.a.device) if self.lengths is None else self.lengths
 
-    def rotated(self, out: Basis, inp: Basis, crossed: bool = True) -> LinearJacobian:
+    def rotate(self, out: Basis, inp: Basis, crossed: bool = True) -> LinearJacobian:
         a = _by_group(self.a, inp.coordinates if crossed or self.positions > 1 else inp.lengths)
         if self.g.stride(2) == 0 and self.g.shape[2] > 1:  # the same for every sample: rotate once
             g = _by_group(self.g[:, :, :1], out.coordinates)
@@ -177,7 +177,7 @@ class LinearJacobian:
         a, g, number = self.a, self.g, float(self.batch * self.positions)
         if reduce and self.positions > 1:
             g, number = g.sum(3, keepdim=True), self.batch
-            a = a.mean(2, keepdim=True) if self.lengths is None else self._pooled()
+            a = a.mean(2, keepdim=True) if self.lengths is None else self._mean_inputs()
         if weights is not None or self.lengths is not None:
             counts = self._counts().clamp_max(1) if reduce else self._counts()
             number = float(counts.sum() if weights is None else counts.to(weights) @ weights)
@@ -186,7 +186,7 @@ class LinearJacobian:
         outputs = g.flatten(1, 2) if by_runs else g.flatten(1, 3)
         return KroneckerRows(a.flatten(1, 2), None, outputs, by_runs, number)
 
-    def _pooled(self) -> Tensor:
+    def _mean_inputs(self) -> Tensor:
         """Return the mean input of each sample over the positions that it has, (G, B, 1, d_in)."""
         return self.a.sum(2, keepdim=True) / self._counts().clamp_min(1)[:, None, None]
 
@@ -195,12 +195,12 @@ class LinearJacobian:
 
     def pieces(self, width: int, most: int | None = None) -> Iterator[LinearJacobian]:
         """Yield runs of samples whose Jacobians, ``width`` numbers for each sample, fit the byte budget."""
-        for rows in runs(self.batch, self.a.element_size() * width, self.a.device, most=most):
+        for rows in chunks(self.batch, self.a.element_size() * width, self.a.device, most=most):
             yield LinearJacobian(self.a[:, rows], self.g[:, :, rows])
 
     def _bands(self, numbers: int) -> list[slice]:
         """Return runs of the layer's outputs that take this many numbers each at one sample; often it is one run."""
-        return list(runs(self.g.shape[-1], self.a.element_size() * numbers, self.a.device))
+        return list(chunks(self.g.shape[-1], self.a.element_size() * numbers, self.a.device))
 
     def _band(self, band: slice) -> LinearJacobian:
         return replace(self, g=self.g[..., band])
@@ -233,7 +233,7 @@ class LinearJacobian:
         if self._near_cache:
             return squares(self.a[0], self.g[0]).unsqueeze(0)
         (groups, outputs, _, _, d_out), d_in = self.g.shape, self.a.shape[-1]
-        seeds = list(runs(outputs, 4 * self.a.element_size() * groups * d_out * d_in, self.a.device))
+        seeds = list(chunks(outputs, 4 * self.a.element_size() * groups * d_out * d_in, self.a.device))
         if len(seeds) > 1:
             return torch.stack([replace(self, g=self.g[:, run]).squares() for run in seeds]).sum(0)
         if len(bands := self._bands(3 * groups * outputs * d_in)) > 1:
@@ -246,16 +246,16 @@ class LinearJacobian:
         return total.sum(1)
 
     def squares_in(self, out: Basis, inp: Basis) -> Tensor:
-        return pooled_pairs(out, inp, self.rotated(out, inp, crossed=False).squares())
+        return pool_pairs(out, inp, self.rotate(out, inp, crossed=False).squares())
 
     def unit_squares(self) -> Tensor:
         return self.g.square().sum(3).permute(1, 2, 0, 3).flatten(2)
 
-    def weighted(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
-        return self.weighted_each(weights.unsqueeze(0), tokens, full)[0]
+    def quadratic_form(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+        return self.quadratic_forms(weights.unsqueeze(0), tokens, full)[0]
 
-    def weighted_each(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
-        """Return ``weighted`` under each of n weights (n, G, d_out, d_in): (n, B, S, C, C), or (n, B, S, C).
+    def quadratic_forms(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
+        """Return ``quadratic_form`` under each of n weights (n, G, d_out, d_in): (n, B, S, C, C), or (n, B, S, C).
 
         Where a weight is used at several positions, the Jacobian itself is formed, once for all.
         """
@@ -268,7 +268,7 @@ class LinearJacobian:
             return weighted(self.a[0], self.g[0], weights[:, 0], tokens, full)
         numbers = weights.shape[1] * outputs * (2 * weights.shape[-1] + full * classes)  # for each output of the layer
         if len(bands := self._bands(numbers)) > 1:
-            sums = (self._band(band).weighted_each(weights[:, :, band], tokens, full) for band in bands)
+            sums = (self._band(band).quadratic_forms(weights[:, :, band], tokens, full) for band in bands)
             return reduce(Tensor.add_, sums)
         roots = weights.sqrt()[:, :, :, None]  # (n, G, d_out, 1, d_in)
         parts = []
@@ -333,7 +333,7 @@ class LinearJacobian:
             return product.sum((0, 3, 6)).permute(1, 0, 3, 2).reshape(size * outputs, others * columns)
 
         numbers = 4 * groups * outputs * positions * columns * others * places
-        return gathered(map(kernel, self.pieces(numbers)), batch * outputs)
+        return concat_chunks(map(kernel, self.pieces(numbers)), batch * outputs)
 
     def _outer(self, other: LinearJacobian, weights: Tensor | None) -> Tensor:
         """Return J diag(weights) J'ᵀ from the Jacobians of a few outputs of the layer at a time."""
@@ -386,7 +386,7 @@ class LinearJacobian:
         order = (4, 3) if self._channels_first else (3, 4)
         return self.g.permute(2, 1, 0, *order).reshape(self.batch, self.g.shape[1], -1)
 
-    def formed(self, count: int | None = None) -> LinearJacobian | DenseJacobian:
+    def materialised(self, count: int | None = None) -> LinearJacobian | DenseJacobian:
         """Return the form in which one product with ``count`` vectors, there and back, is cheapest.
 
         The whole Jacobian takes K T multiplications for each weight to form, and then K for each weight and vector in
@@ -400,7 +400,7 @@ class LinearJacobian:
             whole = cheaper and outputs * d_out * d_in <= 3 * positions * (d_in + outputs * d_out)
         return DenseJacobian(self.whole().flatten(2)) if whole else self
 
-    def formed_numbers(self) -> int:
+    def materialised_size(self) -> int:
         groups, outputs, batch, positions, d_out = self.g.shape
         if positions > outputs:
             return batch * outputs * groups * d_out * self.a.shape[-1]

@@ -22,37 +22,37 @@ from lapwing.networks.dense_jacobian import Entries
 from lapwing.networks.examine import (
     Layout,
     examine,
-    learn,
+    learn_rows,
+    measure_sizes,
     pixel_targets,
     refuse_other_parameters,
-    seen_sizes,
     shapes_of_sample,
 )
 from lapwing.networks.forward import (
     Path,
     Replica,
     arithmetic_of,
+    borrow_copy,
     is_recurrent,
-    lent,
     needs_plain_kernels,
-    output_alone,
-    plain_kernels,
+    output_without_graph,
     raw_output,
     recording,
     refuse_distributed,
     refuse_scripted,
     refuse_training_mode,
     refuse_unusable_parameters,
-    shaped,
-    unwrapped,
+    select_kernels,
+    unwrap,
+    with_output_dim,
 )
-from lapwing.networks.graph import read
+from lapwing.networks.graph import read_graph
 from lapwing.networks.jacobians import KINDS, Block, Footprint
 from lapwing.networks.passes import Patterns, find_patterns, forward_products
 from lapwing.networks.probe import Probe
 from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.tangent import Tangent
-from lapwing.runtime.memory import gathered
+from lapwing.runtime.memory import concat_chunks
 from lapwing.runtime.state import (
     MOST,
     Array,
@@ -74,7 +74,7 @@ from lapwing.runtime.threads import math_attention
 from lapwing.values.outputs import DIMS, ChosenOutputs, ImageForm
 
 
-def trained_names(model: nn.Module) -> tuple[str, ...]:
+def trainable_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters that a training step changes."""
     return tuple(name for name, p in model.named_parameters() if p.requires_grad)
 
@@ -91,7 +91,7 @@ class PlainPasses:
 def plain_passes(network: Network, inputs: Inputs, names: tuple[str, ...]) -> Iterator[PlainPasses]:
     """Yield the passes to run inside the block; gradients are those of the named parameters."""
     tensors = network.parameters
-    with recording(tensors, names, network.plain), lent(network.replica) as one:
+    with recording(tensors, names, network.plain_kernels), borrow_copy(network.replica) as one:
         parameters = [p for name, p in one.named_parameters() if name in names]
 
         def forward() -> None:
@@ -107,7 +107,7 @@ def plain_passes(network: Network, inputs: Inputs, names: tuple[str, ...]) -> It
 LARGEST = 2**40  # of the numbers of a footprint
 
 
-def written(network: Network) -> State:
+def network_state(network: Network) -> State:
     """Return what a file needs, besides the model, to build the network again."""
     settings = {
         "names": network.selection.names, "shapes": network.selection.shapes,
@@ -117,7 +117,7 @@ def written(network: Network) -> State:
         **{name: value for name in ("image", "output", "head") if (value := getattr(network, name))},
     }  # fmt: skip
     tensors = {"index": network.selection.index, "shift": network.shift}
-    parts = {} if network.probed is None else {"probe": network.probed.state()}
+    parts = {} if network.probe_with_outputs is None else {"probe": network.probe_with_outputs.state()}
     return State("Network", settings, {name: t for name, t in tensors.items() if t is not None}, parts)
 
 
@@ -186,7 +186,7 @@ class Network:
         inputs, and a few backward passes if a probe must decide which rows belong to which sample. Of a batch that is
         one tensor 31 samples are enough. The model is not changed.
         """
-        model = unwrapped(model)
+        model = unwrap(model)
         refuse_training_mode(model)
         refuse_distributed(model)
         refuse_scripted(model)
@@ -201,12 +201,12 @@ class Network:
         network._memory.replica = seen.replica
         network._memory.sizes.update(seen.sizes)
         flags = network._memory.rows.per_sample(inputs, network.count(inputs))
-        vars(network)["probe"] = Probe.drawn(inputs, flags, network.arithmetic)
+        vars(network)["probe"] = Probe.draw(inputs, flags, network.arithmetic)
         return network
 
     def state(self) -> State:
         """Return what a file needs, besides the model, to build the network again."""
-        return written(self)
+        return network_state(self)
 
     @classmethod
     def from_state(cls, state: State, model: nn.Module) -> Network:
@@ -214,22 +214,22 @@ class Network:
         refuse_scripted(model)
         refuse_unusable_parameters(model)
         facts, shift = read_facts(state, model)
-        network = cls(model, **facts).shifted(shift)
+        network = cls(model, **facts).with_shift(shift)
         if network.probe is not None:
-            network.probe.refuse_other(network._alone, network.arithmetic, network.device)
+            network.probe.refuse_other(network._model_outputs, network.arithmetic, network.device)
         return network
 
     @cached_property
-    def probed(self) -> Probe | None:
+    def probe_with_outputs(self) -> Probe | None:
         """The probe with the outputs at its inputs; None if the network takes none."""
-        return None if self.probe is None else self.probe.after(self._alone, self.device)
+        return None if self.probe is None else self.probe.with_outputs(self._model_outputs, self.device)
 
-    def _alone(self, inputs: Inputs) -> Tensor:
+    def _model_outputs(self, inputs: Inputs) -> Tensor:
         """Return the outputs of the model itself, without a graph."""
-        return shaped(output_alone(self.replica, inputs, self.plain))
+        return with_output_dim(output_without_graph(self.replica, inputs, self.plain_kernels))
 
     @cached_property
-    def plain(self) -> bool:
+    def plain_kernels(self) -> bool:
         """Whether vendors' kernels must be switched off while the model runs."""
         return needs_plain_kernels(self.replica, self.recurrent)
 
@@ -277,22 +277,22 @@ class Network:
         """Return the selected weights as they are, (P,)."""
         tensors = self.parameters
         full = torch.cat([tensors[name].detach().reshape(-1).to(self.dtype) for name in self.selection.names])
-        return self.selection.picked(full)
+        return self.selection.pick(full)
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """Return the output f (B, [T,] C); for a shifted network that of the tangent model.
 
         Without a graph, unless the inputs want slopes.
         """
-        return self.in_runs(inputs, self._outputs)
+        return self.in_chunks(inputs, self._outputs)
 
     def _outputs(self, inputs: Inputs) -> Tensor:
         if wants_slopes(inputs):
             return self.linearise(inputs).f
-        f = self._checked(self._alone(inputs))
+        f = self._require_known_form(self._model_outputs(inputs))
         return f if self.shift is None else f + self.jvp(inputs, self.shift[None])[0].to(f)
 
-    def in_runs(self, inputs: Inputs, run: Callable[[Inputs], Tensor], dim: int = 0) -> Tensor:
+    def in_chunks(self, inputs: Inputs, run: Callable[[Inputs], Tensor], dim: int = 0) -> Tensor:
         """Return what ``run`` returns for a batch, in runs of samples whose activations fit the byte budget.
 
         Samples are along a dimension of the result. Often there is one run.
@@ -303,15 +303,15 @@ class Network:
         parts = list(self.for_inputs(inputs).footprint.forward_runs(count, self.dtype, self.device))
         if len(parts) == 1:
             return run(inputs)
-        return gathered((run(self.take(inputs, part)) for part in parts), count, dim)
+        return concat_chunks((run(self.take(inputs, part)) for part in parts), count, dim)
 
     def at(self, d: Tensor, inputs: Inputs) -> Tensor:
         """Return the output f (B, [T,] C) with d (P,) added to the selected weights, without a graph."""
         weights = self.weights(d)
         with torch.no_grad():
-            return self.in_runs(inputs, lambda part: self.under(weights, part))
+            return self.in_chunks(inputs, lambda part: self.outputs_under(weights, part))
 
-    def _checked(self, f: Tensor) -> Tensor:
+    def _require_known_form(self, f: Tensor) -> Tensor:
         """Return the outputs; raise if they have another form than those that the network was built with."""
         if f.ndim != len(self.output_shape) + 1 or f.shape[-1] != self.output_shape[-1]:
             shape = ", ".join(map(str, self.output_shape))
@@ -332,9 +332,9 @@ class Network:
         """Return the sizes (H, W) or (D, H, W) of the images, or the number (T,) of tokens, that these inputs give."""
         key, known = shapes_of_sample(inputs, self.per_sample(inputs)), self._memory.sizes
         if key is None:  # samples of a set may differ
-            return seen_sizes(self, inputs) if self.image else self.output_shape[:-1]
+            return measure_sizes(self, inputs) if self.image else self.output_shape[:-1]
         if key not in known:
-            known[key] = seen_sizes(self, inputs)
+            known[key] = measure_sizes(self, inputs)
         return known[key]
 
     def for_inputs(self, inputs: Inputs) -> Network:
@@ -347,35 +347,37 @@ class Network:
             return self
         return self._of_shape((math.prod(self._sizes(inputs)), self.output_shape[-1]))
 
-    def joined(self, inputs: Inputs, seeds: Callable[[Network], int] | None = None) -> int:
+    def batch_size_for(self, inputs: Inputs, seeds: Callable[[Network], int] | None = None) -> int:
         """Return how many samples like these are worth joining into one pass.
 
         ``seeds`` returns how many seeds a sample has, given the network for these inputs; by default one per output.
         """
         network = self.for_inputs(inputs)
         count = torch.Size(network.output_shape).numel() if seeds is None else seeds(network)
-        return network.footprint.joined(count, network.dtype, network.device)
+        return network.footprint.batch_size_for(count, network.dtype, network.device)
 
     def _of_shape(self, shape: tuple[int, ...]) -> Network:
         """Return the network for samples whose outputs have this shape, (C,) or (T, C)."""
         if shape == self.output_shape:
             return self
-        return self._same_model(output_shape=shape, footprint=self.footprint.scaled(shape[0], self.output_shape[0]))
+        return self._same_model(
+            output_shape=shape, footprint=self.footprint.for_positions(shape[0], self.output_shape[0])
+        )
 
-    def reading(self, source: Any, name: str = "data", **options: Any) -> Data:
+    def read_data(self, source: Any, name: str = "data", **options: Any) -> Data:
         """Return what a user gives as data, as this network reads them: on its device, and arrays in its dtype.
 
         ``options`` are further fields of ``Data``. The targets of images are arranged, those of ``Data`` too.
         """
         if isinstance(source, Data):
-            return self.arranging(source)
-        return self.arranging(Data(source, self.device, name=name, dtype=self.arithmetic, **options))
+            return self.arrange_data(source)
+        return self.arrange_data(Data(source, self.device, name=name, dtype=self.arithmetic, **options))
 
-    def arranging(self, data: Data) -> Data:
-        """Return the data with the targets of every batch in the form of the outputs, see ``arranged``."""
-        return replace(data, arrange=self.arranged) if self.image else data
+    def arrange_data(self, data: Data) -> Data:
+        """Return the data with the targets of every batch in the form of the outputs, see ``arrange_targets``."""
+        return replace(data, arrange=self.arrange_targets) if self.image else data
 
-    def arranged(self, batch: Batch) -> Batch:
+    def arrange_targets(self, batch: Batch) -> Batch:
         """Return the batch with targets in the form of the outputs: those of images (B, [C,] H, W) as (B, H W, [C])."""
         form = self.image_form(batch.inputs)
         return batch if form is None else pixel_targets(batch, form, self.output_shape[-1])
@@ -385,12 +387,12 @@ class Network:
         tensors, parts = self.parameters, self.selection.split(d)
         return {name: tensors[name].detach() + part.to(tensors[name]) for name, part in parts.items()}
 
-    def under(self, weights: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
+    def outputs_under(self, weights: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
         """Return the network's output f (B, [T,] C) with other weights, differentiable in them."""
-        with plain_kernels(self.plain):
-            return self._checked(shaped(raw_output(self.replica, inputs, weights)))
+        with select_kernels(self.plain_kernels):
+            return self._require_known_form(with_output_dim(raw_output(self.replica, inputs, weights)))
 
-    def shifted(self, shift: Tensor | None) -> Network:
+    def with_shift(self, shift: Tensor | None) -> Network:
         """Return the tangent model at theta = w̃ + shift: its outputs change, its Jacobian does not."""
         return self._same_model(shift=None if shift is None else shift.to(self.device, self.dtype))
 
@@ -403,7 +405,7 @@ class Network:
         return self._same_model(footprint=replace(self.footprint, streams=True))
 
     @cached_property
-    def gathering(self) -> Network:
+    def keeping_gradients(self) -> Network:
         """The same network for Jacobians that are used several times: the gradients of all layers are in memory."""
         return self._same_model(footprint=replace(self.footprint, streams=False))
 
@@ -421,11 +423,11 @@ class Network:
         tensors = self.parameters
         # The fused kernels of attention have no second derivative.
         kernels = math_attention if differentiable else contextlib.nullcontext()
-        with recording(tensors, self.selection.names, self.plain), kernels:
+        with recording(tensors, self.selection.names, self.plain_kernels), kernels:
             raw = raw_output(self.replica, inputs)
-            f = self._checked(shaped(raw))
+            f = self._require_known_form(with_output_dim(raw))
         with torch.no_grad():
-            graph = read(raw, tensors, self.selection.names)
+            graph = read_graph(raw, tensors, self.selection.names)
         return Tangent(self._of_shape(tuple(f.shape[1:])), inputs, raw, graph, differentiable)
 
     def tangents(
@@ -450,14 +452,14 @@ class Network:
     def count(self, inputs: Inputs) -> int:
         """Return how many samples a batch has; the model runs only where the tensors do not tell."""
         count = self._memory.rows.count(inputs)
-        return self._learn(inputs) if count is None else count
+        return self._learn_rows(inputs) if count is None else count
 
     def per_sample(self, inputs: Inputs) -> tuple[bool, ...]:
         """Return for each tensor of a batch whether it has a row for each sample; all samples share the others."""
         batch = self.count(inputs)
         self._memory.rows.refuse_change(inputs, batch)
         if self._memory.rows.is_undecided(inputs, batch):
-            self._learn(inputs)
+            self._learn_rows(inputs)
         return self._memory.rows.per_sample(inputs, batch)
 
     @property
@@ -469,10 +471,10 @@ class Network:
         """Return some samples of a batch."""
         return take(inputs, self.per_sample(inputs), rows)
 
-    def _learn(self, inputs: Inputs) -> int:
+    def _learn_rows(self, inputs: Inputs) -> int:
         """Run the model to see which tensors have a row for each sample, and return how many samples there are."""
-        raw = output_alone(self.replica, inputs, self.plain)
-        self._memory.rows = learn(self.replica, inputs, raw, self._memory.rows, self.plain)
+        raw = output_without_graph(self.replica, inputs, self.plain_kernels)
+        self._memory.rows = learn_rows(self.replica, inputs, raw, self._memory.rows, self.plain_kernels)
         return raw.shape[0]
 
     def jvp(self, inputs: Inputs, v: Tensor) -> Tensor:
@@ -484,7 +486,7 @@ class Network:
         total: Tensor | None = None
         for part, tangent in self.tangents(inputs, len(u)):
             looped = passes.seed_by_seed(tangent.graph, tangent.raw, self.recurrent)
-            with plain_kernels(self.plain):
+            with select_kernels(self.plain_kernels):
                 product = passes.vjp(self.replica, self.selection, tangent.raw, u[:, part], looped).to(self.dtype)
             total = product if total is None else total.add_(product)
         assert total is not None

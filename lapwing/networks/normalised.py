@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.data.inputs import Inputs
-from lapwing.networks.examine import examined
-from lapwing.networks.forward import plain_kernels, raw_output, shaped
-from lapwing.networks.graph import read
+from lapwing.networks.examine import first_samples
+from lapwing.networks.forward import raw_output, select_kernels, with_output_dim
+from lapwing.networks.graph import read_graph
 from lapwing.networks.network import Network
 from lapwing.networks.ops import operation
 
@@ -69,7 +69,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
     to four forward passes for each layer, and a backward pass; the model is not changed.
     """
     tensors = {name: p.detach() for name, p in network.parameters.items() if name in network.selection.names}
-    inputs = examined(inputs)
+    inputs = first_samples(inputs)
     base = _run(network, inputs, {}, tensors)
     size = base.f.abs().max().clamp_min(torch.finfo(base.f.dtype).tiny)
     tolerance = _tolerance(network, base)
@@ -97,7 +97,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
     return tuple(groups)
 
 
-def members(network: Network, groups: tuple[ScaleFree, ...]) -> dict[str, str]:
+def group_names(network: Network, groups: tuple[ScaleFree, ...]) -> dict[str, str]:
     """Return for every parameter the name of its group; all parameters in no group share one name."""
     group_of = dict.fromkeys(network.selection.names, REST)
     for group in groups:
@@ -135,10 +135,10 @@ def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors
     chosen.update({name: v.clone().requires_grad_(name in tensors) for name, v in values.items()})
     names = {buffer.data_ptr(): name for name, buffer in network.replica.named_buffers()}
     names.update({chosen[name].data_ptr(): name for name in values if name not in tensors})
-    with torch.inference_mode(False), torch.enable_grad(), plain_kernels(network.plain):
+    with torch.inference_mode(False), torch.enable_grad(), select_kernels(network.plain_kernels):
         raw = raw_output(network.replica, inputs, chosen)
     norms, inverses, eps = [], [0.0], [0.0]
-    for node in read(raw).nodes:
+    for node in read_graph(raw).nodes:
         statistics = operation(node).norm(node)
         if statistics is None:
             continue
@@ -149,7 +149,9 @@ def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors
             norms.append(_Norm(statistics.input, mean, variance, statistics.eps))
         inverses.append(statistics.inverse_variance)
         eps.append(statistics.eps)
-    return _Trial(shaped(raw.detach()), tuple(norms), max(inverses), max(eps), {} if values else _slopes(raw, chosen))
+    return _Trial(
+        with_output_dim(raw.detach()), tuple(norms), max(inverses), max(eps), {} if values else _slopes(raw, chosen)
+    )
 
 
 def _slopes(raw: Tensor, chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from lapwing.data.inputs import Inputs, wants_slopes
-from lapwing.networks.forward import raw_output, recording, shaped
+from lapwing.networks.forward import raw_output, recording, with_output_dim
 from lapwing.networks.graph import Graph
 from lapwing.networks.selection import Selection
 from lapwing.networks.uses import (
@@ -45,7 +45,7 @@ from lapwing.networks.uses import (
     output_numbers,
     output_shape,
 )
-from lapwing.runtime.memory import gathered, runs
+from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.threads import FORWARD_MODE, math_attention, quiet
 from lapwing.values.outputs import ChosenOutputs
 
@@ -66,7 +66,7 @@ def gradients(
     leading = None if recurrent or differentiable else _leading_to(graph, nodes, seeds.dtype)
     remaining = dict.fromkeys(nodes)
     if leading is not None:
-        walk = _folded(graph, frozenset(nodes), leading, seeds)
+        walk = _pull_back(graph, frozenset(nodes), leading, seeds)
         try:
             while True:
                 with torch.no_grad():  # not while the caller works
@@ -117,7 +117,7 @@ def by_autograd(
     ]
 
 
-def _folded(
+def _pull_back(
     graph: Graph, targets: Collection[Node], leading: set[Node], seeds: Tensor
 ) -> Iterator[tuple[Node, Tensor]]:
     """Yield the targets that a path leads to, with the gradients (K, *output) for seeds (K, *output of the root).
@@ -129,7 +129,7 @@ def _folded(
     for node in graph.nodes:
         if node not in held:
             continue
-        grads, owned = held.taken(node)
+        grads, owned = held.pop(node)
         if node in targets:
             if grads[0] is None or (len(grads) > 1 and any(grad is not None for grad in grads[1:])):
                 raise NoRuleError(node.name())
@@ -138,7 +138,7 @@ def _folded(
         if not left:
             return
         operands = [i for i, (child, _) in enumerate(node.next_functions) if child is not None and child in leading]
-        for operand, (part, new) in zip(operands, _pulled(graph.operations[node], node, grads, operands, owned)):
+        for operand, (part, new) in zip(operands, _pull_operands(graph.operations[node], node, grads, operands, owned)):
             held.add(node.next_functions[operand], part, new)
             del part
         del grads
@@ -154,7 +154,7 @@ class _Held:
     def __contains__(self, node: Node) -> bool:
         return node in self._grads
 
-    def taken(self, node: Node) -> tuple[list[Tensor | None], bool]:
+    def pop(self, node: Node) -> tuple[list[Tensor | None], bool]:
         """Return the gradients of all outputs of a node, and whether nobody else holds them; forget them."""
         owned = node in self._owned
         self._owned.discard(node)
@@ -173,7 +173,7 @@ class _Held:
             self._owned.add(node)
 
 
-def _pulled(
+def _pull_operands(
     facts: Operation, node: Node, grads: list[Tensor | None], operands: list[int], owned: bool
 ) -> Iterator[tuple[Tensor, bool]]:
     """Yield the gradients of the operands, and whether nobody else holds them."""
@@ -237,7 +237,7 @@ def tangents_of(model: nn.Module, selection: Selection, v: Tensor) -> dict[str, 
         }
 
 
-def pushed(
+def push_forward(
     model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], forward_mode: bool, plain: bool
 ) -> tuple[Tensor, Tensor]:
     """Return f (B, [T,] C) and J v for all tangents v, (K, B, [T,] C), by one pass of vectorised forward mode.
@@ -261,18 +261,18 @@ def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: 
     back = by_autograd(raw, chosen, u.to(raw.dtype).reshape(len(u), *raw.shape), looped)
     grads = [_or_zero(grad, p, (len(u), *p.shape)) for grad, p in zip(back, chosen, strict=True)]
     dtype = reduce(torch.promote_types, [grad.dtype for grad in grads])
-    return selection.picked(torch.cat([grad.reshape(len(u), -1).to(dtype) for grad in grads], 1))
+    return selection.pick(torch.cat([grad.reshape(len(u), -1).to(dtype) for grad in grads], 1))
 
 
 def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     tensors = {name: p.detach() for name, p in model.named_parameters() if name in tangents}
 
     def f(values: dict[str, Tensor]) -> Tensor:
-        return shaped(raw_output(model, inputs, values))
+        return with_output_dim(raw_output(model, inputs, values))
 
     with FORWARD_MODE, torch.inference_mode(False), torch.no_grad(), quiet, math_attention:
-        pushed = torch.func.vmap(lambda t: torch.func.jvp(f, (tensors,), (t,)))(tangents)
-    return pushed[0][0], pushed[1]
+        push_forward = torch.func.vmap(lambda t: torch.func.jvp(f, (tensors,), (t,)))(tangents)
+    return push_forward[0][0], push_forward[1]
 
 
 def _double_backward(
@@ -296,7 +296,7 @@ def _double_backward(
             torch.autograd.grad([g for g, _ in live], u, [tangents[name][k] for _, name in live], retain_graph=True)[0]
             for k in range(count)
         ]
-    return shaped(raw.detach()), torch.stack([shaped(row.detach()) for row in each])
+    return with_output_dim(raw.detach()), torch.stack([with_output_dim(row.detach()) for row in each])
 
 
 def _has_custom_function(raw: Tensor) -> bool:
@@ -350,7 +350,7 @@ def _owners(raw: Tensor, graph: Graph, rows_of: Mapping[Node, int], recurrent: b
     scales = torch.stack([1.0 + ((numbers >> bit) & 1) for bit in range(bits)]).to(seed)
     seeds = torch.cat([seed[None], seed * scales.view(bits, batch, *(1,) * (raw.ndim - 1))])
     owners: dict[Node, Tensor | None] = {}
-    for node, first, grads in _probed(raw, graph, nodes, seeds, recurrent):
+    for node, first, grads in _probe_gradients(raw, graph, nodes, seeds, recurrent):
         grads = grads.reshape(len(grads), rows_of[node], grads[0].numel() // max(1, rows_of[node]))
         sizes = grads[0].abs().amax(1) if grads.numel() else seed.new_zeros(rows_of[node])
         before = owners[node] if node in owners else torch.where(sizes > 0, 0, -1)
@@ -358,7 +358,7 @@ def _owners(raw: Tensor, graph: Graph, rows_of: Mapping[Node, int], recurrent: b
     return owners
 
 
-def _probed(
+def _probe_gradients(
     raw: Tensor, graph: Graph, nodes: list[Node], seeds: Tensor, recurrent: bool
 ) -> Iterator[tuple[Node, int, Tensor]]:
     """Yield nodes with the gradients there for the first seed and for those of some bits, and the first of these bits.
@@ -443,24 +443,26 @@ def forward_products(network: Network, inputs: Inputs, v: Tensor) -> tuple[Tenso
 
     def products(numbers: slice) -> Iterator[Tensor]:
         tangents = tangents_of(network.replica, network.selection, v[numbers])
-        for part in _chunks(network, inputs, numbers.stop - numbers.start):
-            out, product = _pushed(network, part, tangents, v[numbers])
+        for part in _sample_chunks(network, inputs, numbers.stop - numbers.start):
+            out, product = _push_chunk(network, part, tangents, v[numbers])
             if numbers.start == 0:
                 f.append(out.to(network.dtype))
             yield product.to(network.dtype)
 
-    columns = gathered((gathered(products(numbers), count, 1) for numbers in _runs(network, len(v))), len(v))
-    return gathered(f, count), columns
+    columns = concat_chunks(
+        (concat_chunks(products(numbers), count, 1) for numbers in _direction_chunks(network, len(v))), len(v)
+    )
+    return concat_chunks(f, count), columns
 
 
-def _pushed(network: Network, inputs: Inputs, tangents: dict[str, Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
+def _push_chunk(network: Network, inputs: Inputs, tangents: dict[str, Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
     if not wants_slopes(inputs):
         with contextlib.suppress(
             NotImplementedError
         ):  # an operation with neither a forward rule nor a second derivative
-            return pushed(network.replica, inputs, tangents, network.forward_mode, network.plain)
+            return push_forward(network.replica, inputs, tangents, network.forward_mode, network.plain_kernels)
     tangent = network.linearise(inputs)
-    return tangent.network_output, _along(tangent, v)
+    return tangent.network_output, _jvp(tangent, v)
 
 
 def _by_jacobians(network: Network, inputs: Inputs, v: Tensor, chosen: ChosenOutputs | None) -> tuple[Tensor, Tensor]:
@@ -469,26 +471,26 @@ def _by_jacobians(network: Network, inputs: Inputs, v: Tensor, chosen: ChosenOut
     def products() -> Iterator[Tensor]:
         for _, tangent in network.tangents(inputs, chosen=chosen):
             outputs.append(tangent.f.to(network.dtype))
-            yield _along(tangent, v)
+            yield _jvp(tangent, v)
 
-    columns = gathered(products(), network.count(inputs), 1)
-    return gathered(outputs, columns.shape[1]), columns
+    columns = concat_chunks(products(), network.count(inputs), 1)
+    return concat_chunks(outputs, columns.shape[1]), columns
 
 
-def _along(tangent: Tangent, v: Tensor) -> Tensor:
+def _jvp(tangent: Tangent, v: Tensor) -> Tensor:
     """Return J v of the wanted outputs, (K, B, [T,] C), in runs of outputs that fit the byte budget."""
-    parts = (jacobian.jvp(v) for jacobian in tangent.runs())
-    return gathered(parts, torch.Size(tangent.shape).numel(), 2).unflatten(2, tangent.shape)
+    parts = (jacobian.jvp(v) for jacobian in tangent.output_runs())
+    return concat_chunks(parts, torch.Size(tangent.shape).numel(), 2).unflatten(2, tangent.shape)
 
 
-def _runs(network: Network, count: int) -> Iterator[slice]:
+def _direction_chunks(network: Network, count: int) -> Iterator[slice]:
     """Yield runs of directions that are pushed together: as weights and at one sample they should fit the budget."""
     device, bits = network.device, torch.finfo(network.dtype).bits
     size = max(network.selection.total, network.footprint.width) * bits // 8
-    return runs(count, size, device, most=TOGETHER.get(device.type, TOGETHER["cuda"]))
+    return chunks(count, size, device, most=TOGETHER.get(device.type, TOGETHER["cuda"]))
 
 
-def _chunks(network: Network, inputs: Inputs, directions: int) -> Iterator[Inputs]:
+def _sample_chunks(network: Network, inputs: Inputs, directions: int) -> Iterator[Inputs]:
     """Yield the samples in chunks for which so many directions fit the byte budget.
 
     A direction takes no more memory than a seed of a backward pass: it leaves nothing behind at the layers.

@@ -53,7 +53,7 @@ class Probe:
     device: str = "cpu"
 
     @classmethod
-    def drawn(cls, inputs: Inputs, per_sample: Sequence[bool], dtype: torch.dtype) -> Probe | None:
+    def draw(cls, inputs: Inputs, per_sample: Sequence[bool], dtype: torch.dtype) -> Probe | None:
         """Return inputs like these, without outputs; None for sets of samples and inputs of more than a megabyte."""
         leaves: list[Tensor] = []
         form = _form(inputs, leaves)
@@ -71,9 +71,9 @@ class Probe:
     def inputs(self, dtype: torch.dtype, device: torch.device) -> Inputs:
         """Return the inputs for a network that computes in this dtype, which may not be that of the fit."""
         change = lambda t: t.to(device, dtype if t.dtype == self.dtype else t.dtype)
-        return _built(self.form, [change(t) for t in self.tensors])
+        return _build(self.form, [change(t) for t in self.tensors])
 
-    def after(self, run: Callable[[Inputs], Tensor], device: torch.device) -> Probe | None:
+    def with_outputs(self, run: Callable[[Inputs], Tensor], device: torch.device) -> Probe | None:
         """Return the probe with what ``run`` returns; None if the network does not take these inputs."""
         if self.outputs is not None:
             return self
@@ -153,14 +153,14 @@ def _form(inputs: Any, leaves: list[Tensor]) -> Any:
     return {"value": inputs} if type(inputs) in CONSTANTS else None
 
 
-def _built(form: Any, tensors: Sequence[Tensor]) -> Inputs:
+def _build(form: Any, tensors: Sequence[Tensor]) -> Inputs:
     """Return the inputs of this form."""
     ((kind, content),) = form.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "map":
-        return {key: _built(value, tensors) for key, value in content.items()}
-    return KINDS[kind]([_built(value, tensors) for value in content]) if kind in KINDS else content
+        return {key: _build(value, tensors) for key, value in content.items()}
+    return KINDS[kind]([_build(value, tensors) for value in content]) if kind in KINDS else content
 
 
 def _numbers_in(form: Any) -> Iterator[int]:

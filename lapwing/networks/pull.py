@@ -21,7 +21,7 @@ from lapwing.networks.uses import (
     output_shape,
     signed,
 )
-from lapwing.runtime.memory import gathered, runs
+from lapwing.runtime.memory import chunks, concat_chunks
 
 
 def attention(node: Node, grads: Sequence[Tensor | None], operands: Sequence[int]) -> list[Tensor]:
@@ -43,9 +43,9 @@ def attention(node: Node, grads: Sequence[Tensor | None], operands: Sequence[int
     weights = _weights(node, query, key, scale)
     factors = query * scale, key * scale, value, weights @ value
     each = 2 * weights.numel() * weights.element_size()
-    pieces = runs(len(grad), each, grad.device)
+    pieces = chunks(len(grad), each, grad.device)
     parts = [_at_run(grad[run], weights, factors, operands) for run in pieces]
-    return [gathered(iter(some), len(grad)) for some in zip(*parts, strict=True)]
+    return [concat_chunks(iter(some), len(grad)) for some in zip(*parts, strict=True)]
 
 
 def _heads_padded(node: Node, grad: Tensor, value: Tensor) -> bool:

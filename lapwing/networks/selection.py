@@ -61,11 +61,11 @@ class Selection:
         parameter = torch.searchsorted(ends, self.index, right=True)
         return dict(zip(self.names, torch.bincount(parameter, minlength=len(ends)).tolist(), strict=True))
 
-    def picked(self, full: Tensor) -> Tensor:
+    def pick(self, full: Tensor) -> Tensor:
         """Return theta (..., P) from all entries (..., total)."""
         return full if self.index is None else full[..., self.index.to(full.device)]
 
-    def filled(self, theta: Tensor) -> Tensor:
+    def fill(self, theta: Tensor) -> Tensor:
         """Return all entries (..., total) from theta (..., P), zero where not selected."""
         if self.index is None:
             return theta
@@ -75,7 +75,7 @@ class Selection:
 
     def split(self, theta: Tensor) -> dict[str, Tensor]:
         """Return theta (..., P) as parameters by name, (..., *shape)."""
-        full, parts = self.filled(theta), zip(self.slices.items(), self.shapes, strict=True)
+        full, parts = self.fill(theta), zip(self.slices.items(), self.shapes, strict=True)
         return {name: full[..., part].reshape((*full.shape[:-1], *shape)) for (name, part), shape in parts}
 
     def layer_of(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class Weights(Protocol):
 class NeedsNoGraph(Protocol):
     """A rule that reads the names and sizes of the parameters alone."""
 
-    def listed(self, model: nn.Module) -> Selection:
+    def select(self, model: nn.Module) -> Selection:
         """Return the selection."""
         ...
 
@@ -110,7 +110,7 @@ def float_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
 
 
-def real(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+def require_real(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names; raise if one of these parameters is complex, since the posterior is over real numbers."""
     tensors = dict(model.named_parameters())
     for name in names:
@@ -123,10 +123,10 @@ def real(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def selected(model: nn.Module, names: tuple[str, ...], index: Tensor | None = None) -> Selection:
+def make_selection(model: nn.Module, names: tuple[str, ...], index: Tensor | None = None) -> Selection:
     """Return the selection of the named parameters; raise if one of them is complex."""
     tensors = float_parameters(model)
-    return Selection(real(model, names), tuple(tuple(tensors[name].shape) for name in names), index)
+    return Selection(require_real(model, names), tuple(tuple(tensors[name].shape) for name in names), index)
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,13 @@ class AllWeights:
                 "no parameter of the model requires a gradient, so none is uncertain; "
                 "call model.requires_grad_(True), or choose weights with last_layer or named(pattern)."
             )
-        return real(model, names)
+        return require_real(model, names)
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
-        return self.listed(model)
+        return self.select(model)
 
-    def listed(self, model: nn.Module) -> Selection:
-        return selected(model, self.needs(model))
+    def select(self, model: nn.Module) -> Selection:
+        return make_selection(model, self.needs(model))
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,13 @@ class Named:
                 f"no parameter name matches {self.pattern!r}; the model has "
                 f"{', '.join(list(float_parameters(model))[:20])}."
             )
-        return real(model, names)
+        return require_real(model, names)
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
-        return self.listed(model)
+        return self.select(model)
 
-    def listed(self, model: nn.Module) -> Selection:
-        return selected(model, self.needs(model))
+    def select(self, model: nn.Module) -> Selection:
+        return make_selection(model, self.needs(model))
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,10 +197,10 @@ class Subnetwork:
         return all_weights.needs(model)
 
     def choose(self, model: nn.Module, graph: Graph) -> Selection:
-        return self.listed(model)
+        return self.select(model)
 
-    def listed(self, model: nn.Module) -> Selection:
-        whole = selected(model, self.needs(model))
+    def select(self, model: nn.Module) -> Selection:
+        whole = make_selection(model, self.needs(model))
         index = self.index.nonzero()[:, 0] if self.index.dtype == torch.bool else self.index.long()
         if self.index.dtype == torch.bool and len(self.index) != whole.size:
             raise ModelError(f"the mask has {len(self.index)} entries; expected {whole.size}, one for each weight.")
@@ -213,7 +213,7 @@ class Subnetwork:
         parts = {name: part for name, part in whole.slices.items() if bool(mask[part].any())}
         kept = torch.cat([torch.arange(part.start, part.stop, device=index.device) for part in parts.values()])
         # Theta keeps the order of the indices as given, so that vectors of the prior belong to the right weights.
-        return selected(model, tuple(parts), torch.searchsorted(kept, index))
+        return make_selection(model, tuple(parts), torch.searchsorted(kept, index))
 
 
 all_weights = AllWeights()

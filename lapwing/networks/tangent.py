@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lapwing.data.inputs import Inputs, map_leaves, take
 from lapwing.errors import ModelError
 from lapwing.networks.dense_jacobian import DenseJacobian, LookupJacobian, PickedJacobian, are_few
-from lapwing.networks.examine import relative_gap, without_factors
-from lapwing.networks.forward import plain_kernels, raw_output, recording, shaped
+from lapwing.networks.examine import relative_gap, unreadable_blocks
+from lapwing.networks.forward import raw_output, recording, select_kernels, with_output_dim
 from lapwing.networks.graph import Graph
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
 from lapwing.networks.last_layer import HeadGGN, find_head, is_local
@@ -48,9 +48,9 @@ def sample_jacobians(
     """
     seeds = seeds.to(f.dtype)
     try:
-        jacobians, alone = _vectorised(model, inputs, per_sample, names, seeds)
+        jacobians, alone = _by_vmap(model, inputs, per_sample, names, seeds)
     except (RuntimeError, NotImplementedError, ValueError):  # no batching rule on the way: loop instead
-        jacobians, alone = _looped(model, inputs, per_sample, names, seeds)
+        jacobians, alone = _by_loop(model, inputs, per_sample, names, seeds)
     gap, allowed = relative_gap(model, alone, f, f)
     if len(per_sample) > 1 and not bool(gap < allowed):
         raise ModelError(
@@ -61,7 +61,7 @@ def sample_jacobians(
     return jacobians
 
 
-def _vectorised(
+def _by_vmap(
     model: nn.Module, inputs: Inputs, per_sample: Sequence[bool], names: tuple[str, ...], seeds: Tensor
 ) -> tuple[Jacobians, Tensor]:
     tensors = dict(model.named_parameters())
@@ -83,7 +83,7 @@ def _vectorised(
     return {name: jacobian.detach() for name, jacobian in jacobians.items()}, f.detach()
 
 
-def _looped(
+def _by_loop(
     model: nn.Module, inputs: Inputs, per_sample: Sequence[bool], names: tuple[str, ...], seeds: Tensor
 ) -> tuple[Jacobians, Tensor]:
     tensors = dict(model.named_parameters())
@@ -117,15 +117,17 @@ class Tangent:
     @property
     def network_output(self) -> Tensor:
         """The output of the network itself, (B, [T,] C)."""
-        return shaped(self.raw if self.differentiable else self.raw.detach())
+        return with_output_dim(self.raw if self.differentiable else self.raw.detach())
 
     @cached_property
     def f(self) -> Tensor:
         """The wanted outputs of the tangent model, (B, [T,] C): J (theta - w̃) is added where theta is not w̃."""
         f, shift = self.network_output, self.network.shift
-        return self.wanted(f if shift is None else f + self.network.jvp(self.inputs, shift[None])[0].to(self.raw))
+        return self.select_outputs(
+            f if shift is None else f + self.network.jvp(self.inputs, shift[None])[0].to(self.raw)
+        )
 
-    def wanted(self, values: Tensor) -> Tensor:
+    def select_outputs(self, values: Tensor) -> Tensor:
         """Return the values (..., B, [T,] C) of the wanted outputs."""
         return values if self.chosen is None else self.chosen.of(values)
 
@@ -150,7 +152,7 @@ class Tangent:
         units.diagonal(run.start).fill_(1)
         return units.view(count, 1, *f.shape[1:]).expand(count, *f.shape)
 
-    def runs(self, centred: bool = False, whole_tokens: bool = False) -> Iterator[LayerJacobians]:
+    def output_runs(self, centred: bool = False, whole_tokens: bool = False) -> Iterator[LayerJacobians]:
         """Yield the Jacobians of all wanted outputs in runs of them that fit the byte budget, often a single run.
 
         ``centred`` takes the mean over the outputs of a datum off first. ``whole_tokens`` keeps the outputs of a datum
@@ -174,9 +176,9 @@ class Tangent:
         self.network.refuse_wrong(self)
         if seeds is None:
             seeds, tokens = self.seeds(slice(0, torch.Size(self.shape).numel())), self.tokens
-        return self.unchecked(seeds, tokens)
+        return self.jacobians_unchecked(seeds, tokens)
 
-    def unchecked(self, seeds: Tensor, tokens: int = 1, every: bool = False) -> LayerJacobians:
+    def jacobians_unchecked(self, seeds: Tensor, tokens: int = 1, every: bool = False) -> LayerJacobians:
         """Return the Jacobian of seeds · f without the comparison that the first batch of a graph needs.
 
         ``every`` has all weights of each block, also where few of them are selected.
@@ -185,15 +187,15 @@ class Tangent:
         seeds = seeds.to(self.raw.dtype)
         reader = self._whole_block if every else self._block
         read = partial(reader, seeds, cache(partial(self._fallback, seeds)))
-        gathered = cache(lambda: dict(self._pulled_back(seeds)))
+        gathered = cache(lambda: dict(self._node_gradients(seeds)))
         if not network.footprint.streams:
             gathered()
-        parts = tuple(partial(_from_gathered, read, number, gathered) for number in range(len(network.layout)))
+        parts = tuple(partial(_read_block, read, number, gathered) for number in range(len(network.layout)))
         stream = partial(self._stream, seeds, read) if network.footprint.streams else None
         sizes = len(f), len(seeds), network.dtype, tokens
         return LayerJacobians(parts, network.layout, network.selection, *sizes, stream, network.entries)
 
-    def closed_form(self, diagonal: Tensor, outer: Tensor | None) -> tuple[int, HeadGGN] | None:
+    def head_ggn(self, diagonal: Tensor, outer: Tensor | None) -> tuple[int, HeadGGN] | None:
         """Return the curvature of the last linear layer, and the number of its block, from H in the outputs.
 
         H (B, [T,] C) has ``diagonal`` on its diagonal and -outer outerᵀ off it. No backward pass. None if the network
@@ -205,11 +207,11 @@ class Tangent:
         if head is None:
             return None
         pattern = self.patterns[head.use.node]
-        if not isinstance(pattern, Regular) or head.number in self.fallen:
+        if not isinstance(pattern, Regular) or head.number in self.fallback_blocks:
             return None
         values = [diagonal] if outer is None else [diagonal, outer, _token_numbers(outer)]
         with torch.no_grad():
-            at_map = head.carried(torch.stack(values).reshape(len(values), *self.raw.shape))
+            at_map = head.carry_back(torch.stack(values).reshape(len(values), *self.raw.shape))
             part = head.use.jacobian(at_map, pattern, network.layout[head.number].bias is not None)
         assert isinstance(part, LinearJacobian)
         if outer is not None and not is_local(part.g[:, 2, 0].transpose(0, 1).flatten(1), outer.shape[-1]):
@@ -223,14 +225,14 @@ class Tangent:
         """Yield the number and the Jacobian of each wanted block as soon as a pass has reached all its uses."""
         layout = self.network.layout
         uses_of = self.graph.uses_of
-        ruled = (i for i in sorted(wanted) if i not in self.fallen)
+        ruled = (i for i in sorted(wanted) if i not in self.fallback_blocks)
         uses = dict.fromkeys((use.node, i) for i in ruled for use in uses_of.get(layout[i].weight, ()))
         missing, waiting = Counter(number for _, number in uses), Counter(node for node, _ in uses)
         by_node: dict[Node, list[int]] = {node: [] for node in waiting}
         for node, number in uses:
             by_node[node].append(number)
         grads: dict[Node, Tensor] = {}
-        for node, grad in self._pulled_back(seeds):
+        for node, grad in self._node_gradients(seeds):
             if node in by_node:
                 grads[node] = grad
             del grad
@@ -246,7 +248,7 @@ class Tangent:
         rest = set(wanted) - set(missing)  # without a rule, or not used by this batch
         yield from ((number, read(number, {})) for number in sorted(rest))
 
-    def _pulled_back(self, seeds: Tensor) -> Iterator[tuple[Node, Tensor]]:
+    def _node_gradients(self, seeds: Tensor) -> Iterator[tuple[Node, Tensor]]:
         """Yield the nodes that use a parameter, and the gradients there, as a backward pass reaches them."""
         graph = self.graph
         nodes = list(dict.fromkeys(use.node for use in graph.uses))
@@ -260,7 +262,7 @@ class Tangent:
         if nodes:
             walk = gradients(self.raw, graph, nodes, raw_seeds, self.network.recurrent, self.differentiable)
             while True:
-                with plain_kernels(self.network.plain):  # not while the caller works
+                with select_kernels(self.network.plain_kernels):  # not while the caller works
                     step = next(walk, None)
                 if step is None:
                     return
@@ -290,7 +292,7 @@ class Tangent:
         grads: Gradients,
     ) -> BlockJacobian:
         """Return the sum of the Jacobians of all uses of the block's weight; zero where this batch does not use it."""
-        if number in self.fallen:
+        if number in self.fallback_blocks:
             return self._whole_by_fallback(number, opaque)
         block = self.network.layout[number]
         total: BlockJacobian | None = None
@@ -301,20 +303,20 @@ class Tangent:
             with torch.set_grad_enabled(self.differentiable):
                 part = use.jacobian(grads[use.node].to(dtype), pattern, block.bias is not None).to(dtype)
                 if not block.linear:  # it is kept whole, such as a tied embedding and head
-                    ((_, flat),) = replace(block, kind=use.kind, groups=use.groups).spread(part.whole())
+                    ((_, flat),) = replace(block, kind=use.kind, groups=use.groups).split(part.whole())
                     part = DenseJacobian(flat)
-                total = part if total is None else total.joined(part)
+                total = part if total is None else total.add(part)
         return _zero(block, seeds.to(dtype)) if total is None else total
 
     @cached_property
-    def fallen(self) -> Mapping[int, str]:
+    def fallback_blocks(self) -> Mapping[int, str]:
         """The numbers of the blocks that take the fallback at this batch, each with the reason."""
-        return without_factors(self.graph, self.patterns, self.network.layout)
+        return unreadable_blocks(self.graph, self.patterns, self.network.layout)
 
     @cached_property
     def patterns(self) -> Patterns:
         """How the rows at each node that uses a parameter run over the samples."""
-        with plain_kernels(self.network.plain):
+        with select_kernels(self.network.plain_kernels):
             return self.network.patterns(self)
 
     def _whole_by_fallback(self, number: int, opaque: Callable[[], Mapping[str, Tensor]]) -> DenseJacobian:
@@ -322,7 +324,8 @@ class Tangent:
         block = self.network.layout[number]
         if self.differentiable:
             raise ModelError(
-                f"the Jacobian of {block.weight!r} has no rule ({self.fallen[number]}) and cannot be differentiated in "
+                f"the Jacobian of {block.weight!r} has no rule ({self.fallback_blocks[number]}) and cannot be "
+                "differentiated in "
                 "the inputs. Leave it out with named(), or keep the inputs where they are: x.detach() for predictions, "
                 "VaLLA(optimiser='none') with alpha=0."
             )
@@ -337,16 +340,16 @@ class Tangent:
     def _fallback(self, seeds: Tensor) -> dict[str, Tensor]:
         """Return the Jacobians (B, K, p) of all parameters without a rule, by name."""
         network, f = self.network, self.network_output
-        names = tuple(name for number in self.fallen for name in network.layout[number].names)
+        names = tuple(name for number in self.fallback_blocks for name in network.layout[number].names)
         per_sample = network.per_sample(self.inputs)
-        with recording(network.parameters, network.selection.names, network.plain):
+        with recording(network.parameters, network.selection.names, network.plain_kernels):
             jacobians = sample_jacobians(
                 network.replica, self.inputs, per_sample, f.flatten(1), names, seeds.flatten(2)
             )
         return {name: jacobian.to(network.dtype) for name, jacobian in jacobians.items()}
 
 
-def _from_gathered(
+def _read_block(
     read: Callable[[int, Gradients], BlockJacobian], number: int, gathered: Callable[[], Gradients]
 ) -> BlockJacobian:
     return read(number, gathered())

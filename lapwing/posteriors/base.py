@@ -20,7 +20,7 @@ from lapwing.data.inputs import Inputs, check_finite, wants_slopes
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.functionals import Functional
-from lapwing.networks.jacobians import LayerJacobians, temporary
+from lapwing.networks.jacobians import LayerJacobians, temporary_bytes
 from lapwing.networks.network import Network
 from lapwing.networks.passes import outputs_along
 from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
@@ -328,7 +328,7 @@ def drawn_beliefs(
     Cost: 1 + 2 n forward passes for n pairs. Draws that fit the budget together are kept for the next call.
     """
     network = members[0].problem.network
-    most = max(1, temporary(network.device) // (network.selection.size * torch.finfo(network.dtype).bits // 8))
+    most = max(1, temporary_bytes(network.device) // (network.selection.size * torch.finfo(network.dtype).bits // 8))
     pairs = list(zip(members, numbers, strict=True))
     all_steps = None
     if sum(map(len, numbers)) <= most:
@@ -382,7 +382,7 @@ def pieces(network: Network, x: Inputs, pairs: int) -> Iterator[tuple[slice, Inp
     """Yield runs of inputs at which so many pairs of functions fit the budget for one result."""
     batch, outputs = network.count(x), torch.Size(network.for_inputs(x).output_shape).numel()
     each = COPIES * (1 + pairs) * outputs * torch.finfo(network.dtype).bits // 8
-    step = max(1, temporary(network.device) // each)
+    step = max(1, temporary_bytes(network.device) // each)
     for start in range(0, batch, step):
         rows = slice(start, min(batch, start + step))
         yield rows, x if step >= batch else network.take(x, rows)

@@ -118,7 +118,7 @@ def spread(outputs: Tensor, joint: bool) -> FunctionGaussian:
 
 def outputs_of(members: Members, network: Network, x: Inputs) -> Tensor:
     """Return the outputs of all members, (K, B, [T,] C), in runs of inputs that fit the byte budget."""
-    return members(x) if members.together else network.in_runs(x, members, dim=1)
+    return members(x) if members.together else network.in_chunks(x, members, dim=1)
 
 
 def mean_of(members: Callable[[Inputs], Tensor]) -> Callable[[Inputs], Tensor]:
@@ -166,7 +166,7 @@ class MeanFieldPosterior(Stored, Posterior):
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n sets of weights, (n, P): those of ``function_samples``."""
         network = self.problem.network
-        parameters = dict(network.layout[0].spread(self._drawn(n, generator).unsqueeze(1)))
+        parameters = dict(network.layout[0].split(self._drawn(n, generator).unsqueeze(1)))
         return torch.cat([parameters[name] for name in network.selection.names], -1).to(self.theta.dtype)
 
     def _drawn(self, n: int, generator: torch.Generator | None) -> Tensor:
@@ -192,7 +192,7 @@ def _centred(variance: Tensor) -> Tensor:
 
 def features(network: Network, x: Inputs) -> Tensor:
     """Return the input (B, D) of the last layer in float64, in runs of inputs that fit the byte budget."""
-    return network.in_runs(x, checked_features(network))
+    return network.in_chunks(x, checked_features(network))
 
 
 def checked_features(network: Network) -> Callable[[Inputs], Tensor]:

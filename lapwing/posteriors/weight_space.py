@@ -17,14 +17,14 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.networks.functionals import Functional, weight_slope
-from lapwing.networks.jacobians import LayerJacobians, temporary
+from lapwing.networks.jacobians import LayerJacobians, temporary_bytes
 from lapwing.networks.network import Network
 from lapwing.networks.passes import outputs_along
 from lapwing.networks.tangent import Tangent
 from lapwing.posteriors.base import ALL, Posterior, numbered_normals
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
-from lapwing.runtime.memory import PIECE, budget, evenly, gathered
+from lapwing.runtime.memory import PIECE, budget, concat_chunks, even_chunks
 from lapwing.runtime.settings import HasSettings, integer
 from lapwing.runtime.state import (
     Array,
@@ -153,8 +153,8 @@ def output_variances(precision: Precision, tangent: Tangent, centred: bool = Fal
 
     Cost: one backward pass for each output, however many runs they take.
     """
-    parts = (precision.quadratic(jacobian, False).flatten(1) for jacobian in tangent.runs(centred))
-    return gathered(parts, torch.Size(tangent.shape).numel(), 1).unflatten(1, tangent.shape)
+    parts = (precision.quadratic(jacobian, False).flatten(1) for jacobian in tangent.output_runs(centred))
+    return concat_chunks(parts, torch.Size(tangent.shape).numel(), 1).unflatten(1, tangent.shape)
 
 
 def token_covariances(precision: Precision, tangent: Tangent) -> Tensor:
@@ -165,13 +165,13 @@ def token_covariances(precision: Precision, tangent: Tangent) -> Tensor:
     network, batch, outputs = tangent.network, len(tangent.raw), tangent.shape[-1]
     pieces = list(network.footprint.seed_runs(outputs, batch, network.dtype, network.device))
     if len(pieces) == 1:
-        runs = tangent.runs(whole_tokens=True)
-        cov = gathered((precision.quadratic(jacobian, True) for jacobian in runs), tangent.tokens, 1)
+        runs = tangent.output_runs(whole_tokens=True)
+        cov = concat_chunks((precision.quadratic(jacobian, True) for jacobian in runs), tangent.tokens, 1)
     else:  # two runs are in memory at once
-        tangent = replace(tangent, network=network.gathering)
+        tangent = replace(tangent, network=network.keeping_gradients)
         pieces = list(network.footprint.seed_runs(outputs, 2 * batch, network.dtype, network.device))
         each = (_of_token(precision, tangent, token * outputs, pieces) for token in range(tangent.tokens))
-        cov = gathered(each, tangent.tokens, 1)
+        cov = concat_chunks(each, tangent.tokens, 1)
     return cov.reshape(batch, *tangent.shape, outputs)
 
 
@@ -220,11 +220,11 @@ def outputs_in_pieces(network: Network, x: Inputs, chosen: ChosenOutputs | None)
     f = network(x).to(network.dtype)
     f = f if chosen is None else chosen.of(f)
     size, options = f[0].numel(), (network.dtype, network.device)
-    rows = math.isqrt(temporary(network.device) // (3 * f.element_size()))  # their covariance is a piece as well
-    chunks = list(network.footprint.largest(len(f), 2 * size, *options, max(1, rows // size)))
+    rows = math.isqrt(temporary_bytes(network.device) // (3 * f.element_size()))  # their covariance is a piece as well
+    chunks = list(network.footprint.largest_chunks(len(f), 2 * size, *options, max(1, rows // size)))
     longest = chunks[0].stop - chunks[0].start
-    most = network.footprint.at_once(2 * longest, *options)
-    runs = list(evenly(size, min(most, max(1, rows // longest))))
+    most = network.footprint.seeds_at_once(2 * longest, *options)
+    runs = list(even_chunks(size, min(most, max(1, rows // longest))))
     return f, [(chunk, run) for chunk in chunks for run in runs]
 
 
@@ -265,11 +265,11 @@ class Linearised(Posterior):
         def parts() -> Iterator[Tensor]:
             for _, tangent in network.tangents(x, chosen=query.outputs):
                 means.append(tangent.f.to(network.dtype))
-                runs = (self.covariance(jacobian) for jacobian in tangent.runs(whole_tokens=True))
-                yield gathered(runs, tangent.tokens, 1).reshape(*means[-1].shape, -1)
+                runs = (self.covariance(jacobian) for jacobian in tangent.output_runs(whole_tokens=True))
+                yield concat_chunks(runs, tangent.tokens, 1).reshape(*means[-1].shape, -1)
 
-        cov = gathered(parts(), network.count(x))
-        return FunctionGaussian(gathered(means, len(cov)), cov)
+        cov = concat_chunks(parts(), network.count(x))
+        return FunctionGaussian(concat_chunks(means, len(cov)), cov)
 
 
 ROUNDED = 1e-2  # condition number times the squared rounding unit, above which a variance may be 1 % off
@@ -402,8 +402,8 @@ class WeightPosterior(Linearised):
                 means.append(tangent.f.to(network.dtype))
                 yield second(self.precision, tangent)
 
-        moments = gathered(parts(), network.count(x))
-        return gathered(means, len(moments)), moments
+        moments = concat_chunks(parts(), network.count(x))
+        return concat_chunks(means, len(moments)), moments
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
@@ -533,12 +533,12 @@ class WeightPosterior(Linearised):
         def drawn(run: slice) -> Tensor:
             return self._mapped(normal_rows(run.stop - run.start, len(self.theta), generator, self.theta))
 
-        return gathered(map(drawn, self._draw_runs(n)), n)
+        return concat_chunks(map(drawn, self._draw_runs(n)), n)
 
     def _draw_runs(self, n: int) -> Iterator[slice]:
         """Yield runs of draws of the weights that fit the byte budget: of one there are four copies for a while."""
         most = int(PIECE * budget(self.theta.device)) // (4 * self.theta.nbytes)
-        return evenly(n, most)
+        return even_chunks(n, most)
 
     def numbered(self, numbers: range) -> Tensor:
         return self._mapped(numbered_normals(numbers, self.theta))
@@ -561,7 +561,7 @@ class WeightPosterior(Linearised):
             f, products = outputs_along(self.problem.network, x, self.deviations(run.stop - run.start, generator))
             return products.add_(f)
 
-        return gathered(map(drawn, self._draw_runs(n)), n)
+        return concat_chunks(map(drawn, self._draw_runs(n)), n)
 
     def state(self) -> State:
         tensors = {"theta": self.theta} if self.mode is None else {"theta": self.theta, "mode": self.mode.theta}
@@ -619,8 +619,8 @@ def _of_one_network(members: Sequence[Posterior], x: Inputs, query: Query) -> li
             means.append(tangent.f.to(network.dtype))
             yield member_covariances(linearised, tangent)
 
-    covs = iter(gathered(parts(), network.count(x), 1) if linearised else ())
-    mean = gathered(means, network.count(x)) if linearised else network.theta()[:0]
+    covs = iter(concat_chunks(parts(), network.count(x), 1) if linearised else ())
+    mean = concat_chunks(means, network.count(x)) if linearised else network.theta()[:0]
     return [FunctionGaussian(mean, next(covs)) if each.linearised else each.belief(x, query) for each in members]
 
 
@@ -641,5 +641,5 @@ def member_covariances(members: Sequence[Posterior], tangent: Tangent) -> Tensor
                 out[i] = cov
         return torch.stack(out)  # (K, B, tokens, C, C)
 
-    cov = gathered(map(of_run, tangent.runs(whole_tokens=True)), tangent.tokens, 2)
+    cov = concat_chunks(map(of_run, tangent.output_runs(whole_tokens=True)), tangent.tokens, 2)
     return cov.reshape(len(members), -1, *tangent.shape, tangent.shape[-1])

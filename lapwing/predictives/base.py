@@ -14,8 +14,8 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.predictives.scores import ClassScoring, LabelScoring, NumberScoring, Scoring
-from lapwing.runtime.memory import gathered, runs
-from lapwing.runtime.settings import PROBABILITY, TENSOR, integer, seen
+from lapwing.runtime.memory import chunks, concat_chunks
+from lapwing.runtime.settings import PROBABILITY, TENSOR, describe, integer
 from lapwing.runtime.threads import classes, uniform
 
 P = TypeVar("P", bound="Predictive")
@@ -333,8 +333,8 @@ class Mixture(Predictive, Generic[P]):
         first, each = values[0], 3 * len(self.weights) * values[0].element_size()
         if first.ndim == 1 or not first.numel():
             return summed(torch.cat(values))
-        some = runs(first.shape[1], each * first[0, 0].numel(), first.device)
-        return gathered((summed(torch.cat([v[:, rows] for v in values])) for rows in some), first.shape[1])
+        some = chunks(first.shape[1], each * first[0, 0].numel(), first.device)
+        return concat_chunks((summed(torch.cat([v[:, rows] for v in values])) for rows in some), first.shape[1])
 
     def log_prob(self, y: Tensor) -> Tensor:
         return self.log_average(lambda component: component.log_prob(y))
@@ -434,7 +434,8 @@ def check_labels(y: Any, like: Tensor) -> Tensor:
     whole = isinstance(y, Tensor) and not y.is_floating_point() and not y.is_complex()
     if not whole or y.shape not in (shape, (*shape, 1)):
         raise DataError(
-            f"y is {seen(y)}; expected whole class numbers of the shape {tuple(shape)}, or probabilities in floating "
+            f"y is {describe(y)}; expected whole class numbers of the shape {tuple(shape)}, or probabilities in "
+            "floating "
             f"point of the shape {tuple(like.shape)}."
         )
     if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < count:

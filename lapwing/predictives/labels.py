@@ -23,7 +23,7 @@ from lapwing.predictives.base import (
     check_numbers,
     is_soft,
 )
-from lapwing.runtime.memory import gathered, runs
+from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.settings import integer
 from lapwing.runtime.threads import uniform
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, by_inputs, normal_nodes, psd_root
@@ -65,7 +65,7 @@ def pairwise(belief: FunctionGaussian) -> Tensor:
         if not bool((own > 0).any()):  # the plain network: l is log softmax(m), which takes no pairs
             return mean.log_softmax(-1)
     logits = []
-    for part in runs(len(flat), COPIES * flat.element_size() * outputs**2, flat.device):
+    for part in chunks(len(flat), COPIES * flat.element_size() * outputs**2, flat.device):
         spread = own[part].unsqueeze(-1) + own[part].unsqueeze(-2)
         if cov is not None:
             spread = torch.add(spread, cov[part], alpha=-2).clamp_min(0)
@@ -113,8 +113,8 @@ def logit_draws(belief: FunctionGaussian, n: int, seed: int) -> Tensor:
         return flat[part] + torch.einsum("bcd,nd->nbc", root, points)
 
     each = 2 * COPIES * flat.element_size() * outputs**2
-    parts = (draws(part) for part in runs(len(flat), each, flat.device))
-    return gathered(parts, len(flat), 1).reshape(n, *mean.shape) if len(flat) else mean.new_zeros(n, *mean.shape)
+    parts = (draws(part) for part in chunks(len(flat), each, flat.device))
+    return concat_chunks(parts, len(flat), 1).reshape(n, *mean.shape) if len(flat) else mean.new_zeros(n, *mean.shape)
 
 
 @lru_cache(maxsize=8)
@@ -332,7 +332,7 @@ def _stack_components(components: Sequence[SoftmaxPredictive]) -> Iterator[Softm
     """Yield the predictives with a leading dimension: all at once where their covariances are small."""
     mean = components[0].belief.mean
     each = mean.element_size() * mean.numel() * mean.shape[-1]
-    for part in runs(len(components), each, mean.device, most=None if mean.shape[-1] <= TOGETHER else 1):
+    for part in chunks(len(components), each, mean.device, most=None if mean.shape[-1] <= TOGETHER else 1):
         group = components[part]
         yield replace(group[0], belief=FunctionGaussian.stacked([component.belief for component in group]))
 

@@ -273,7 +273,7 @@ def bind(
     if isinstance(precision, Mapping):
         values = _in_order(precision, selection.names if per_weight else groups, like)
         if per_weight:
-            values = selection.picked(values.repeat_interleave(torch.tensor(selection.sizes, device=like.device)))
+            values = selection.pick(values.repeat_interleave(torch.tensor(selection.sizes, device=like.device)))
     else:
         shape = (size,) if per_weight else (len(groups),) if groups else ()
         values = _in_shape(_numbers("the prior precision", precision, like), shape, groups, given)

@@ -1,7 +1,7 @@
 """The memory that a call may take, and pieces of work that fit into it.
 
-Whoever makes intermediate results asks ``runs`` or ``fitting`` how much of the work to do at once. Each takes a share
-of the budget, so that what exists at the same time stays within it.
+Whoever makes intermediate results asks ``chunks`` or ``batch_size_for`` how much of the work to do at once. Each takes
+a share of the budget, so that what exists at the same time stays within it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PIECE = 0.25  # share for one kind of intermediate result
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 SIZE_RULE = Rule(
-    'a number of bytes, a text such as "4GB" or "512MiB", or None for the default', lambda v: parsed(v) is not None
+    'a number of bytes, a text such as "4GB" or "512MiB", or None for the default', lambda v: parse_size(v) is not None
 )
 
 _LOCK = threading.Lock()
@@ -46,10 +46,10 @@ _process: list[int | None] = []  # one entry once the environment was read
 _block: ContextVar[int | None] = ContextVar("lapwing_memory", default=None)
 
 
-def parsed(size: int | str) -> int | None:
+def parse_size(size: int | str) -> int | None:
     """Return the bytes that a number or a text stands for; None if it stands for no positive number of bytes.
 
-    >>> parsed("4GB"), parsed("512 MiB"), parsed(1000), parsed("much")
+    >>> parse_size("4GB"), parse_size("512 MiB"), parse_size(1000), parse_size("much")
     (4000000000, 536870912, 1000, None)
     """
     if is_integer(size):
@@ -96,7 +96,7 @@ def limit(size: int | str | None) -> None:
     if size is not None:
         SIZE_RULE.check("size", size)
     with _LOCK:
-        _process[:] = [None if size is None else parsed(size)]
+        _process[:] = [None if size is None else parse_size(size)]
 
 
 @contextmanager
@@ -114,42 +114,44 @@ def limited(size: int | str) -> Iterator[None]:
     500000000
     """
     SIZE_RULE.check("size", size)
-    token = _block.set(parsed(size))
+    token = _block.set(parse_size(size))
     try:
         yield
     finally:
         _block.reset(token)
 
 
-def working(device: torch.device) -> int:
+def working_memory(device: torch.device) -> int:
     """Return the bytes that all intermediate results may take together: the budget, or less where more is no faster."""
     return min(budget(device), FAST.get(device.type, FAST["cuda"]))
 
 
-def fitting(count: int, each: int, device: torch.device, share: float = PIECE) -> int:
+def batch_size_for(count: int, each: int, device: torch.device, share: float = PIECE) -> int:
     """Return how many of ``count`` pieces of ``each`` bytes fit into a share of ``working``: at least one.
 
     >>> with limited(4000):
-    ...     fitting(7, 300, torch.device("cpu")), fitting(7, 5000, torch.device("cpu"))
+    ...     batch_size_for(7, 300, torch.device("cpu")), batch_size_for(7, 5000, torch.device("cpu"))
     (3, 1)
     """
-    return max(1, min(count, int(share * working(device)) // max(1, each)))
+    return max(1, min(count, int(share * working_memory(device)) // max(1, each)))
 
 
-def runs(count: int, each: int, device: torch.device, share: float = PIECE, most: int | None = None) -> Iterator[slice]:
+def chunks(
+    count: int, each: int, device: torch.device, share: float = PIECE, most: int | None = None
+) -> Iterator[slice]:
     """Yield ``count`` pieces of ``each`` bytes in runs of even size that fit into a share of ``working``.
 
     A run has at most ``most`` pieces, and at least one, however large it is.
 
     >>> with limited(4000):
-    ...     list(runs(7, 200, torch.device("cpu")))
+    ...     list(chunks(7, 200, torch.device("cpu")))
     [slice(0, 4, None), slice(4, 7, None)]
     """
-    step = fitting(count, each, device, share)
-    return evenly(count, step if most is None else min(step, most))
+    step = batch_size_for(count, each, device, share)
+    return even_chunks(count, step if most is None else min(step, most))
 
 
-def evenly(count: int, most: int) -> Iterator[slice]:
+def even_chunks(count: int, most: int) -> Iterator[slice]:
     """Yield ``count`` pieces in as few runs as have at most ``most`` pieces each, and at least one, of even size."""
     number = -(-count // max(1, most))  # of runs
     step = -(-count // max(1, number))
@@ -157,7 +159,7 @@ def evenly(count: int, most: int) -> Iterator[slice]:
         yield slice(start, min(count, start + step))
 
 
-def refuse_beyond(needed: int, device: torch.device, what: str, advice: str) -> None:
+def refuse_large_result(needed: int, device: torch.device, what: str, advice: str) -> None:
     """Raise if one result that cannot be cut needs more than four times the budget: by default, about what is free.
 
     Raises:
@@ -171,7 +173,7 @@ def refuse_beyond(needed: int, device: torch.device, what: str, advice: str) -> 
         )
 
 
-def gathered(parts: Iterable[Tensor], count: int, dim: int = 0) -> Tensor:
+def concat_chunks(parts: Iterable[Tensor], count: int, dim: int = 0) -> Tensor:
     """Return consecutive parts as one tensor with ``count`` entries along a dimension.
 
     ``torch.cat`` would hold all parts and their copy at once; here a part is freed before the next one is made.
@@ -199,7 +201,7 @@ def _limit() -> int | None:
     with _LOCK:
         if not _process:
             text = os.environ.get(VARIABLE)
-            size = None if text is None else parsed(text)
+            size = None if text is None else parse_size(text)
             if text is not None and size is None:
                 raise UnsupportedError(
                     f'the environment variable {VARIABLE} is {text!r:.80}; expected bytes, such as "4GB" or "512MiB".'

@@ -34,10 +34,10 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def seen(value: Any) -> str:
+def describe(value: Any) -> str:
     """Describe a value in a few words, for an error message.
 
-    >>> seen(torch.zeros(3, 2)), seen(dict), seen("kron")
+    >>> describe(torch.zeros(3, 2)), describe(dict), describe("kron")
     ('a tensor of shape (3, 2) and dtype torch.float32', 'the class dict, not an object', "'kron'")
     """
     if isinstance(value, Tensor) and value.ndim:
@@ -68,7 +68,7 @@ class Rule:
     def check(self, name: str, value: Any) -> None:
         """Raise unless the value is as expected."""
         if not self.admits(value):
-            raise self.error(f"{name} is {seen(value)}; expected {self.expected}.{nearest(value, self.names)}")
+            raise self.error(f"{name} is {describe(value)}; expected {self.expected}.{nearest(value, self.names)}")
 
     def __or__(self, other: Rule) -> Rule:
         expected = f"{self.expected}, or {other.expected}"
@@ -248,5 +248,5 @@ def usable_device(device: Any) -> torch.device:
         if device is None or target.type == "meta":
             raise RuntimeError("it holds no numbers")
     except (AssertionError, RuntimeError, TypeError) as error:
-        raise UnsupportedError(f"device is {seen(device)}; expected one that this machine has: {error}") from error
+        raise UnsupportedError(f"device is {describe(device)}; expected one that this machine has: {error}") from error
     return target

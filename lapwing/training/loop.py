@@ -18,7 +18,7 @@ from lapwing.data.samples import next_epoch
 from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood, weighted_count, weighted_loss
 from lapwing.methods.base import refuse_processes
-from lapwing.networks.forward import raw_output, shaped
+from lapwing.networks.forward import raw_output, with_output_dim
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior
 from lapwing.problem import Problem, data_count
@@ -207,7 +207,7 @@ class _Trainer:
         likelihood = self.likelihood if self.noise is None else self.likelihood.with_dispersion(self.noise)
         losses, count = [], 0.0
         for batch in batches:
-            f = shaped(raw_output(self.network.model, batch.inputs, output=self.network.output))
+            f = with_output_dim(raw_output(self.network.model, batch.inputs, output=self.network.output))
             y = likelihood.targets(f, batch.targets)
             losses.append(weighted_loss(likelihood, f, y, batch.weights).sum())
             count += float(weighted_count(likelihood, f, y, batch.weights))

@@ -31,9 +31,9 @@ from lapwing.runtime.settings import (
     POSITIVE,
     HasSettings,
     Rule,
+    describe,
     integer,
     is_data,
-    seen,
     setting,
 )
 from lapwing.runtime.trace import Step, Trace
@@ -78,7 +78,7 @@ class TunerWithSettings(HasSettings):
         name = type(self).__name__
         if self.data is None:
             raise UnsupportedError(f"{name} needs the training data: {name}(data), or give it to fit().")
-        return network.reading(self.data)
+        return network.read_data(self.data)
 
 
 def check_tuner(tuner: object) -> None:
@@ -114,7 +114,7 @@ def _with_shard(tuner: Tuner, processes: Processes, network: Network) -> Tuner:
     own = getattr(tuner, "data", None)
     if processes.group is None or not is_dataclass(tuner) or not is_data(own) or isinstance(own, Data):
         return tuner
-    shard = network.reading(own, f"data of {type(tuner).__name__}", processes=processes)
+    shard = network.read_data(own, f"data of {type(tuner).__name__}", processes=processes)
     shard.peek()  # raises if other processes read the same
     return replace(tuner, data=shard)  # type: ignore[type-var, return-value]
 
@@ -189,11 +189,11 @@ class Search(Generic[P]):
         density = self.hyperprior(posterior)
         if not isinstance(density, Tensor) or density.numel() != 1:
             raise UnsupportedError(
-                f"the hyperprior gave {seen(density)}; expected a log density, a tensor with one entry."
+                f"the hyperprior gave {describe(density)}; expected a log density, a tensor with one entry."
             )
         if density.is_complex() or (value.requires_grad and not density.requires_grad):
             raise UnsupportedError(
-                f"the hyperprior gave {seen(density)} that does not depend on the hyperparameters; expected a real "
+                f"the hyperprior gave {describe(density)} that does not depend on the hyperparameters; expected a real "
                 "number computed from the posterior that it is called with, without detach()."
             )
         return value + density.reshape(()).to(value)
@@ -463,7 +463,7 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
     total = torch.zeros((), dtype=torch.float64, device=network.device)
     processes = getattr(posterior, "processes", ALONE)
     with processes.share_errors():
-        for term in terms(core.problem, network.reading(data, processes=processes), block):
+        for term in terms(core.problem, network.read_data(data, processes=processes), block):
             total = total + term(core.problem)
         total = processes.differentiable_sum(total)
     return total - 0.5 * core.problem.prior.penalty(core.theta.double())

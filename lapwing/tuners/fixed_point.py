@@ -206,7 +206,7 @@ class SampleEM(TunerWithSettings):
         """Return the posterior at the fixed point."""
         if not isinstance(posterior, SampledPosterior):
             raise UnsupportedError(f"{type(posterior).__name__} has no samples; use method=Sampled().")
-        base = posterior.problem.network.shifted(None).theta().double()
+        base = posterior.problem.network.with_shift(None).theta().double()
         current = self._with_mode(posterior, None, base)
         solver, loss = self._solver(current, base), current.statistics.loss
         theta = base if solver is None else posterior.centre
@@ -234,7 +234,7 @@ class SampleEM(TunerWithSettings):
         """Return the solver for θ*, or None if w̃ takes its place."""
         if self.mode == "network":
             return None
-        network = posterior.problem.network.shifted(None)
+        network = posterior.problem.network.with_shift(None)
         data = self.read_data(network)
         model = tangent_model(network, posterior.problem.likelihood, data)
         return ModeSolver(model, base, self.solver_tolerance)
@@ -243,7 +243,7 @@ class SampleEM(TunerWithSettings):
         """Return the posterior with the evidence of θ*, and with its mean if the noise is learned there."""
         moved = mode is not None and self.noise and current.noise is not None
         theta = mode.theta if mode is not None and moved else base
-        network = current.problem.network.shifted(theta - base if moved else None)
+        network = current.problem.network.with_shift(theta - base if moved else None)
         theta = theta.to(network.dtype)
         return replace(current, problem=replace(current.problem, network=network), theta=theta, mode=mode)
 

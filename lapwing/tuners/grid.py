@@ -15,13 +15,13 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch, Inputs, merge_batches
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.networks.jacobians import temporary
+from lapwing.networks.jacobians import temporary_bytes
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import Kept, Posterior, drawn_beliefs, pieces, prefers_draws
 from lapwing.posteriors.mixture import Belief, Cell, member
 from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.problem import Problem, first_samples, named_targets
-from lapwing.runtime.memory import runs
+from lapwing.runtime.memory import chunks
 from lapwing.runtime.settings import DATA, POSITIVE_VALUES, Rule, integer, required, setting
 from lapwing.runtime.trace import Step, Trace
 from lapwing.tuners.base import TunerWithSettings
@@ -92,7 +92,7 @@ def _by_shared_passes(members: Sequence[Posterior], x: Inputs) -> Iterator[tuple
     network = members[0].problem.network
     shape, count = network.for_inputs(x).output_shape, network.count(x)
     covariance = torch.Size(shape).numel() * shape[-1] * torch.finfo(network.dtype).bits // 8
-    for rows in runs(count, 4 * (len(members) + 1) * covariance, network.device):
+    for rows in chunks(count, 4 * (len(members) + 1) * covariance, network.device):
         yield rows, beliefs_at(members, x if rows == slice(0, count) else network.take(x, rows))
 
 
@@ -215,7 +215,7 @@ def held_out_scores(
 
     Datum i is in fold i mod ``folds``. Cost: one pass over the data for as many candidates as fit in memory together.
     """
-    data = candidates[0].problem.network.reading(source, "held-out data")
+    data = candidates[0].problem.network.read_data(source, "held-out data")
     passes: list[_Pass] = []
     n_scored = 0
     while n_scored < len(candidates):
@@ -254,7 +254,7 @@ def _one_pass(candidates: Sequence[Posterior], data: Data, metric: Metric, folds
     # copies, whose cached factorisations are freed with them
     candidates = [replace(each) for each in candidates]  # type: ignore[type-var]
     cells = [Cell(i, each.problem.likelihood) for i, each in enumerate(candidates)]
-    limit: float = KEPT * temporary(candidates[0].problem.network.device)
+    limit: float = KEPT * temporary_bytes(candidates[0].problem.network.device)
     storages = _storages(candidates[0])
     shared = sum(storages.values())
     sums = _Pass(torch.zeros(folds, len(cells), dtype=torch.float64), *torch.zeros(2, folds, dtype=torch.float64))

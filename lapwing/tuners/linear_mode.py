@@ -168,8 +168,8 @@ class LinearMode(TunerWithSettings):
             raise UnsupportedError(f"{type(posterior).__name__} has no weights to optimise; use a method that has.")
         network = posterior.problem.network
         data = self.read_data(network)
-        base = network.shifted(None).theta().double()
-        model = tangent_model(network.shifted(None), posterior.problem.likelihood, data)
+        base = network.with_shift(None).theta().double()
+        model = tangent_model(network.with_shift(None), posterior.problem.likelihood, data)
         current, steps = posterior if posterior.mode is not None else _at_start(posterior), []
         for number in range(1 if self.refit is None else self.rounds):
             if number:
@@ -229,7 +229,7 @@ class LinearMode(TunerWithSettings):
         assert self.refit is not None
         assert posterior.mode is not None
         problem = posterior.problem
-        shifted = replace(problem, network=problem.network.shifted(posterior.mode.theta - base))
+        shifted = replace(problem, network=problem.network.with_shift(posterior.mode.theta - base))
         fitted = self.refit.fit(shifted, data)
         if not isinstance(fitted, WeightPosterior):
             raise UnsupportedError(f"refit={self.refit!r} gives no curvature; expected Full(), Kron() or the like.")
@@ -239,7 +239,7 @@ class LinearMode(TunerWithSettings):
         """Return the posterior with the predictive mean that ``mean`` asks for."""
         assert posterior.mode is not None
         network, theta = posterior.problem.network, base if self.mean == "network" else posterior.mode.theta
-        shifted = network.shifted(None if self.mean == "network" else theta - base)
+        shifted = network.with_shift(None if self.mean == "network" else theta - base)
         return replace(posterior, problem=replace(posterior.problem, network=shifted), theta=theta.to(network.dtype))
 
 

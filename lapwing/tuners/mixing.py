@@ -281,7 +281,7 @@ class Integrate(TunerWithSettings):
         """Return the mixture."""
         base = posterior.base
         network, likelihood = base.problem.network, base.problem.likelihood
-        data = network.reading(self.data, "validation")
+        data = network.read_data(self.data, "validation")
         learns_noise = likelihood.has_tails and likelihood.learns_dispersion
         held, offset = None, None
         if learns_noise or (self.offsets and likelihood.takes_offset):

@@ -31,7 +31,7 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import Belief, Cell
 from lapwing.problem import Problem, first_samples, named_targets
-from lapwing.runtime.memory import fitting
+from lapwing.runtime.memory import batch_size_for
 from lapwing.runtime.threads import warn_caller
 from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import Tuner, TunerWithSettings
@@ -411,7 +411,7 @@ def first_outputs(problem: Problem, data: Data) -> FirstOutputs | None:
     likelihood, outputs = problem.likelihood, problem.network.output_shape[-1]
     if not likelihood.takes_offset:
         return None
-    points = fitting(POINTS, ROW * outputs, torch.device("cpu"), 0.5)
+    points = batch_size_for(POINTS, ROW * outputs, torch.device("cpu"), 0.5)
     first = FirstOutputs(likelihood, outputs, data, points)
     data.readings.take_outputs = first.add
     return first
@@ -472,7 +472,7 @@ def with_held_out(rows: KnownRows, tuner: Tuner | None, network: Network, proces
     """Return the known rows with the held-out data of a tuner, if it has some; warn if these are training data."""
     if not isinstance(tuner, TunerWithSettings) or not tuner.holds_out:
         return Reused(rows)
-    data = network.reading(tuner.data, "held-out data", processes=processes)
+    data = network.read_data(tuner.data, "held-out data", processes=processes)
     return _note_reuse(rows, data, "held-out data of the tuner", refuses=False)
 
 

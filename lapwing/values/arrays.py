@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.runtime.memory import evenly
-from lapwing.runtime.settings import INTEGER, Rule, seen
+from lapwing.runtime.memory import even_chunks
+from lapwing.runtime.settings import INTEGER, Rule, describe
 from lapwing.runtime.threads import uniform
 from lapwing.values.outputs import pixels
 
@@ -112,7 +112,8 @@ def labels(probs: Values, y: Values, ignore_index: int) -> tuple[Tensor, Tensor]
         probs, y = pixels(probs).flatten(0, 1), y.flatten()
     if probs.ndim != 2 or y.shape != probs.shape[:1] or not len(y) or y.is_floating_point():
         raise DataError(
-            f"probs is {seen(probs)}, y is {seen(y)}; expected probabilities (B, C) and whole class numbers (B,), or "
+            f"probs is {describe(probs)}, y is {describe(y)}; expected probabilities (B, C) and whole class numbers "
+            "(B,), or "
             "(B, C, H, W) and (B, H, W) of images."
         )
     probs, y = probs.double(), y.long().to(probs.device)
@@ -179,7 +180,7 @@ def resampled_weights(count: int, resamples: int, generator: torch.Generator, mo
     At most ``most`` resamples are yielded at a time; together they are as many as asked for.
     """
     like = torch.empty(0, dtype=torch.float64, device=generator.device)
-    for part in evenly(resamples, most):
+    for part in even_chunks(resamples, most):
         number = part.stop - part.start
         rows = (uniform((number, count), generator, like) * count).long()
         yield torch.zeros(number, count, dtype=torch.float64).scatter_add_(

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from lapwing.data.inputs import Inputs, map_tensors, tensors_in, wants_slopes
 from lapwing.errors import DataError, NumericalError
 from lapwing.linalg.dense import eigh
-from lapwing.runtime.memory import gathered, refuse_beyond, runs
-from lapwing.runtime.settings import integer, seen
+from lapwing.runtime.memory import chunks, concat_chunks, refuse_large_result
+from lapwing.runtime.settings import describe, integer
 from lapwing.runtime.threads import normal
 from lapwing.values.outputs import ChosenOutputs, ImageForm, pixels
 
@@ -77,7 +77,9 @@ class FunctionGaussian:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mean, Tensor) or not isinstance(self.covariance, Tensor | Deferred):
-            raise DataError(f"mean is {seen(self.mean)}, covariance {seen(self.covariance)}; expected two tensors.")
+            raise DataError(
+                f"mean is {describe(self.mean)}, covariance {describe(self.covariance)}; expected two tensors."
+            )
         if isinstance(self.covariance, Tensor) and self.covariance.shape != self._cov_shape:
             raise DataError(f"covariance has the shape {tuple(self.covariance.shape)}; expected {self._cov_shape}.")
 
@@ -269,15 +271,15 @@ class FunctionGaussian:
         size = shape.numel() if self.joint else shape[-1]
         if self.joint:
             what = f"a draw of {size} outputs together"
-            refuse_beyond(ROOT * 8 * size**2, self.mean.device, what, "Draw at fewer inputs at a time")
+            refuse_large_result(ROOT * 8 * size**2, self.mean.device, what, "Draw at fewer inputs at a time")
         cov = self.cov.reshape(-1, size, size)
         eps = normal((n, len(cov), size), generator, self.mean)
 
         def drawn(part: slice) -> Tensor:
             return torch.einsum("bcd,nbd->nbc", psd_root(cov[part]), eps[:, part])
 
-        parts = (drawn(part) for part in runs(len(cov), ROOT * 8 * size**2, cov.device))
-        draws = (gathered(parts, len(cov), 1) if len(cov) else eps).reshape(n, *shape)
+        parts = (drawn(part) for part in chunks(len(cov), ROOT * 8 * size**2, cov.device))
+        draws = (concat_chunks(parts, len(cov), 1) if len(cov) else eps).reshape(n, *shape)
         return self.mean + (draws if self.joint or self.outputs_dim == -1 else draws.movedim(-1, self.outputs_dim + 1))
 
 
@@ -357,7 +359,7 @@ def by_inputs(belief: FunctionGaussian, compute: Callable[[slice], Tensor], numb
     """
     mean = belief.mean
     each = mean.element_size() * numbers * mean[:1].numel()
-    return gathered((compute(rows) for rows in runs(len(mean), each, mean.device)), len(mean))
+    return concat_chunks((compute(rows) for rows in chunks(len(mean), each, mean.device)), len(mean))
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,7 +43,7 @@ def operator(x: Tensor) -> lw.linear.OperatorDesign:
 
 def noise(x: Tensor, samples: int, number: int = 0) -> Ridge:
     """The noise of a fit with this seed, with ε."""
-    return Ridge.drawn(MatrixDesign(x), samples, seed(number), keep=True)
+    return Ridge.draw(MatrixDesign(x), samples, seed(number), keep=True)
 
 
 X, Y = problem().x, problem().y

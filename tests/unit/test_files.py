@@ -558,7 +558,7 @@ def test_every_network_has_a_probe(case: str) -> None:
     """Tokens, images, mappings and tuples; a probe of four rows, none of them from the data."""
     chosen = BY_NAME[case]
     posterior = lw.fit(chosen.build(), batches(chosen), likelihood(chosen), method=lw.baselines.MapOnly(), prior=1.0)
-    probe = posterior.network.probed
+    probe = posterior.network.probe_with_outputs
     assert probe is not None
     assert probe.outputs is not None
     assert sum(t.nbytes for t in probe.tensors) <= 2**20
@@ -571,7 +571,7 @@ def test_every_network_has_a_probe(case: str) -> None:
 def test_ranges_are_those_of_each_entry() -> None:
     """Columns of very different sizes stay so, and what all rows share is kept."""
     x = torch.stack([torch.linspace(0, 1, 30), torch.linspace(1e6, 2e6, 30), torch.full((30,), 7.0)], 1)
-    probe = lw.fit(nn.Linear(3, 1), (x, x[:, 0]), "regression", prior=1.0).network.probed
+    probe = lw.fit(nn.Linear(3, 1), (x, x[:, 0]), "regression", prior=1.0).network.probe_with_outputs
     assert probe is not None
     (drawn,) = probe.tensors
     assert float(drawn[:, 0].max()) <= 1
@@ -592,7 +592,7 @@ class Shifted(nn.Module):
 def test_settings_are_compared_where_inputs_cannot_be_drawn(tmp_path: Path) -> None:
     x = OneSample((torch.randn(9, 4),))
     posterior = lw.fit(Shifted(0.5), [(x, torch.arange(9)[None] % 3)], "classification", prior=1.0)
-    assert posterior.network.probed is None
+    assert posterior.network.probe_with_outputs is None
     posterior.save(tmp_path / "net")
     lw.load(tmp_path / "net", Shifted(0.5))
     with pytest.raises(lw.errors.FileError, match=r"shift of the module '' is 1\.5 and was 0\.5"):

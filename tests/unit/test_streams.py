@@ -97,7 +97,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (stochastic, swag):
         monkeypatch.setattr(place, "shuffle_batches", partial(shuffle_batches, kept=4096))
     monkeypatch.setattr(design, "CACHE", 0.0)  # as a share of the byte budget
-    monkeypatch.setattr(Footprint, "joined", lambda *_: BATCH)
+    monkeypatch.setattr(Footprint, "batch_size_for", lambda *_: BATCH)
 
 
 METHODS: dict[str, Any] = {

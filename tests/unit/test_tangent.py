@@ -279,7 +279,7 @@ def shifted(name: str, dtype: torch.dtype = D) -> tuple[Network, Network, Tensor
         f = torch.cat([dense.output(model, dense.one(case.batch(6), b)) for b in range(6)])
     moved = (dense.jacobian(model, case.batch(6), 6) @ shift).reshape(f.shape)
     assert float(moved.abs().max()) > 1e-2
-    return network, network.shifted(shift), f, moved
+    return network, network.with_shift(shift), f, moved
 
 
 @pytest.mark.parametrize("name", SHIFTED)
@@ -310,8 +310,8 @@ def test_a_shift_in_float32(name: str) -> None:
 def test_shifts_do_not_add_up_and_can_be_taken_back(name: str) -> None:
     network, there, f, moved = shifted(name)
     x = BY_NAME[name].batch(6)
-    assert_close(there.shifted(there.shift)(x), f + moved)
-    assert torch.equal(there.shifted(None)(x), network(x))
+    assert_close(there.with_shift(there.shift)(x), f + moved)
+    assert torch.equal(there.with_shift(None)(x), network(x))
 
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.Kron()], ids=["full", "kron"])
@@ -348,7 +348,7 @@ def test_a_shift_leaves_the_model_alone() -> None:
 
     def run() -> None:
         network = Network.build(model, case.batch(6))
-        there = network.shifted(vectors(network.selection.size, 1)[0])
+        there = network.with_shift(vectors(network.selection.size, 1)[0])
         there(case.batch(6))
         next(there.tangents(case.batch(6)))[1].f  # noqa: B018
 
@@ -924,7 +924,7 @@ def test_a_small_budget_of_bytes_changes_nothing(case: Case, monkeypatch: pytest
 def test_layer_jacobians_back(case: Case, held: bool) -> None:
     inputs = case.batch(4)
     jacobians = Network.build(case.build(), inputs).linearise(inputs).jacobians()
-    chosen = jacobians.formed() if held else jacobians
+    chosen = jacobians.materialised() if held else jacobians
     exact = dense.jacobian(case.build(), inputs, 4)  # (B, M, P)
     u, v = rows(2, 4 * exact.shape[1]).reshape(2, 4, -1), rows(3, exact.shape[-1])
     assert_close(chosen.vjp(u), torch.einsum("nbk,bkp->np", u, exact))
@@ -938,7 +938,7 @@ def test_layer_jacobians_in_hand_have_the_same_sums(case: Case) -> None:
     """Σ J², Σ J w Jᵀ and its form across samples, whatever form a block is held in."""
     inputs = case.batch(4)
     jacobians = Network.build(case.build(), inputs).linearise(inputs).jacobians()
-    for (block, plain), (_, held) in zip(jacobians, jacobians.formed(), strict=True):
+    for (block, plain), (_, held) in zip(jacobians, jacobians.materialised(), strict=True):
         weights = rows(1, block.size)[0].square().reshape(block.form) + 0.1
         assert_close(held.squares().reshape(block.form), plain.squares().reshape(block.form))
         assert_close(held.between(held, weights), plain.between(plain, weights))
@@ -952,7 +952,7 @@ def test_layer_jacobians_in_hand_are_not_formed_again() -> None:
     case = BY_NAME["cnn"]
     inputs = case.batch(4)
     jacobians = Network.build(case.build(), inputs).linearise(inputs).jacobians()
-    held = jacobians.formed()
+    held = jacobians.materialised()
     for (_, one), (_, other) in zip(held, held, strict=True):
         assert one is other
     assert any(one is not other for (_, one), (_, other) in zip(jacobians, jacobians, strict=True))
@@ -968,17 +968,17 @@ def test_bytes_of_what_is_held() -> None:
     }
     for name, each in numbers.items():
         inputs = BY_NAME[name].batch(4)
-        held = Network.build(BY_NAME[name].build(), inputs).linearise(inputs).jacobians().formed()
+        held = Network.build(BY_NAME[name].build(), inputs).linearise(inputs).jacobians().materialised()
         assert held.nbytes == 8 * 4 * each
         narrow = Network.build(BY_NAME[name].build(torch.float32), inputs.float()).linearise(inputs.float())
-        assert narrow.jacobians().formed().nbytes == 4 * 4 * each
+        assert narrow.jacobians().materialised().nbytes == 4 * 4 * each
 
 
 def test_bytes_of_an_embedding() -> None:
     """Gradients of the distinct tokens of each sample, and whole numbers that say whose they are."""
     case = BY_NAME["dict_input"]
     inputs = case.batch(4)
-    held = Network.build(case.build(), inputs).linearise(inputs).jacobians().formed()
+    held = Network.build(case.build(), inputs).linearise(inputs).jacobians().materialised()
     distinct = sum(len(row.unique()) for row in inputs["ids"])
     table = 8 * (3 * distinct * 4 + 2 * distinct + inputs["ids"].numel())
     head = 8 * 4 * (5 + 3 * 3)
@@ -992,7 +992,7 @@ def test_whole_where_positions_outnumber_outputs(positions: int, outputs: int, g
     a = torch.randn(groups, 5, positions, 4, dtype=D, generator=gen)
     g = torch.randn(groups, outputs, 5, positions, 6, dtype=D, generator=gen)
     factors = LinearJacobian(a, g)
-    compact = factors.formed()
+    compact = factors.materialised()
     assert isinstance(compact, DenseJacobian if positions > outputs else LinearJacobian)
     exact = torch.einsum("gbti,gkbto->bkgoi", a, g)
     v = torch.randn(2, groups, 6, 4, dtype=D, generator=gen)

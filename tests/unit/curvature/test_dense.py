@@ -103,7 +103,7 @@ def test_many_rows_of_a_hessian_at_once(name: str, rows: int, monkeypatch: pytes
     model, inputs, y = differentiated(name)
     network = Network.build(model, inputs)
     size, width = network.selection.size, 4 * len(y) * network.footprint.width
-    monkeypatch.setattr(hessian, "near", lambda device: rows * 8 * (2 * size + width))
+    monkeypatch.setattr(hessian, "small_results_budget", lambda device: rows * 8 * (2 * size + width))
     monkeypatch.setattr(hessian, "seed_by_seed", lambda *_: False)
     curvature, _ = hessian.full_hessian(network, lw.Categorical(), Data([(inputs, y)], torch.device("cpu")))
     assert float(row_by_row(name).abs().max()) > 0

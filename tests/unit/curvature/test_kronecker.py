@@ -297,8 +297,8 @@ def test_a_sum_keeps_rows_until_there_are_too_many(limit: int, counts: tuple[int
     if kind is not DiagonalFactor:
         assert_close(value.dense(), expected)
         spectrum = decompose([value])[0]
-        weights = spectrum.basis.spread(spectrum.values, spectrum.basis.coordinates(rows).shape[-1])
-        assert_close(spectrum.basis.combined(spectrum.basis.coordinates(rows) * weights.unsqueeze(-2)), rows @ expected)
+        weights = spectrum.basis.expand(spectrum.values, spectrum.basis.coordinates(rows).shape[-1])
+        assert_close(spectrum.basis.combine(spectrum.basis.coordinates(rows) * weights.unsqueeze(-2)), rows @ expected)
 
 
 def test_rows_of_lower_rank_have_an_orthonormal_basis() -> None:

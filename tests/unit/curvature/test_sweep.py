@@ -60,11 +60,11 @@ def test_runs_of_seeds(monkeypatch: pytest.MonkeyPatch, name: str, method: str) 
 def test_the_seeds_of_one_sample_fit_the_budget() -> None:
     """One that is too large for all seeds takes some of them, and at least one."""
     footprint, cpu = Footprint(width=2**20, patches=0), torch.device("cpu")
-    few = footprint.at_once(1, torch.float32, cpu)
+    few = footprint.seeds_at_once(1, torch.float32, cpu)
     assert 1 < few < 1000
-    assert footprint.at_once(2, torch.float32, cpu) == few // 2
-    assert footprint.at_once(1, torch.float64, cpu, width=2 * 2**20) == few // 4
-    assert footprint.at_once(10_000, torch.float32, cpu) == 1
+    assert footprint.seeds_at_once(2, torch.float32, cpu) == few // 2
+    assert footprint.seeds_at_once(1, torch.float64, cpu, width=2 * 2**20) == few // 4
+    assert footprint.seeds_at_once(10_000, torch.float32, cpu) == 1
 
 
 def wide(classes: int) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:

@@ -44,12 +44,12 @@ def test_a_basis_is_the_matrix_in_coordinates(kind: str, groups: int, scaled: bo
     basis, values, matrix = made(kind, groups, scaled)
     x, y = torch.randn(2, 5, groups, 4, SIZE, dtype=D)
     a, b = basis.coordinates(x), basis.coordinates(y)
-    weights = basis.spread(values, a.shape[-1]).unsqueeze(-2)
+    weights = basis.expand(values, a.shape[-1]).unsqueeze(-2)
     assert_close((a * weights * b).sum(-1), (x @ matrix * y).sum(-1))
-    assert_close(basis.combined(a * weights), x @ matrix)
-    assert_close(basis.squared(values.unsqueeze(-2)).squeeze(-2), matrix.diagonal(dim1=-2, dim2=-1))
+    assert_close(basis.combine(a * weights), x @ matrix)
+    assert_close(basis.diagonal(values.unsqueeze(-2)).squeeze(-2), matrix.diagonal(dim1=-2, dim2=-1))
     lengths = basis.lengths(x)
-    assert_close((lengths.square() * basis.spread(values, lengths.shape[-1]).unsqueeze(-2)).sum(-1),
+    assert_close((lengths.square() * basis.expand(values, lengths.shape[-1]).unsqueeze(-2)).sum(-1),
                  (x @ matrix * x).sum(-1))  # fmt: skip
 
 
@@ -57,9 +57,9 @@ def test_a_basis_is_the_matrix_in_coordinates(kind: str, groups: int, scaled: bo
 def test_a_root_of_the_matrix_and_its_transpose(kind: str) -> None:
     basis, values, matrix = made(kind, GROUPS, scaled=True)
     x, eps = torch.randn(2, 3, GROUPS, 4, SIZE, dtype=D)
-    root = lambda rows: basis.combined(basis.drawn(rows) * weights.sqrt())
-    adjoint = lambda rows: basis.undrawn(basis.coordinates(rows) * weights.sqrt())
-    weights = basis.spread(values, basis.coordinates(x).shape[-1]).unsqueeze(-2)
+    root = lambda rows: basis.combine(basis.draw(rows) * weights.sqrt())
+    adjoint = lambda rows: basis.draw_transposed(basis.coordinates(rows) * weights.sqrt())
+    weights = basis.expand(values, basis.coordinates(x).shape[-1]).unsqueeze(-2)
     assert_close(root(adjoint(x)), x @ matrix)
     assert_close((adjoint(x) * eps).sum(-1), (x * root(eps)).sum(-1))
 
@@ -68,7 +68,7 @@ def test_the_rest_has_the_mean_of_its_directions() -> None:
     basis, _, _ = made("thin", GROUPS, scaled=False)
     assert isinstance(basis, ThinBasis)
     x = torch.randn(GROUPS, 9, SIZE, dtype=D)
-    pooled = basis.pooled(basis.coordinates(x).square().sum(1))
+    pooled = basis.pool(basis.coordinates(x).square().sum(1))
     assert_close(pooled @ basis.counts, x.square().sum((1, 2)))  # the trace
     assert_close(pooled[:, :RANK], (x @ basis.vectors).square().sum(1))
     assert basis.counts.tolist() == [1.0] * RANK + [SIZE - RANK]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapwing.linalg.dense import most_explaining
+from lapwing.linalg.dense import choose_most_explaining
 from tests.tolerances import assert_close
 
 D = torch.float64
@@ -37,7 +37,7 @@ def matrices(rows: int, size: int, least: float) -> tuple[Tensor, Tensor]:
 def test_every_choice_is_that_of_brute_force() -> None:
     for rows, size in ((40, 13), (6, 17)):  # more rows than coordinates, and fewer
         precision, gram = matrices(rows, size, 0.01)
-        order = most_explaining(precision, gram, size, 0.01)
+        order = choose_most_explaining(precision, gram, size, 0.01)
         assert order.tolist() == brute_force(precision, gram, size)
 
 
@@ -48,14 +48,14 @@ def test_those_already_chosen_count() -> None:
     noise = torch.diag(torch.tensor([1.0, 0.2], dtype=D))
     precision = j.T @ noise @ j + torch.diag(added)
     alone = gram.diagonal() / precision.diagonal()
-    order = most_explaining(precision, gram, 2, 1e-3).tolist()
+    order = choose_most_explaining(precision, gram, 2, 1e-3).tolist()
     assert order == brute_force(precision, gram, 2)
     assert sorted(order) != sorted(alone.topk(2).indices.tolist())
 
 
 def test_equal_gains_go_to_the_first() -> None:
     eye = torch.eye(5, dtype=D)
-    assert most_explaining(2 * eye, eye, 4, 1.0).tolist() == [0, 1, 2, 3]
+    assert choose_most_explaining(2 * eye, eye, 4, 1.0).tolist() == [0, 1, 2, 3]
 
 
 def test_prior_that_rounding_would_hide() -> None:
@@ -64,7 +64,7 @@ def test_prior_that_rounding_would_hide() -> None:
     j = torch.randn(30, 4, dtype=D).repeat(1, 3) * 1e4
     gram = j.T @ j
     precision = gram + 1e-6 * torch.eye(12, dtype=D)
-    order = most_explaining(precision, gram, 12, 1e-6)
+    order = choose_most_explaining(precision, gram, 12, 1e-6)
     assert sorted(order.tolist()) == list(range(12))
     assert len({i % 4 for i in order[:4].tolist()}) == 4
     assert_close(torch.tensor(explained(precision, gram, order[:4].tolist())), torch.tensor(4.0))

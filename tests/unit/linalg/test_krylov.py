@@ -103,7 +103,7 @@ def test_extending_gives_what_a_longer_run_gives() -> None:
     matrix, start = operator(SPECTRA["steep"]), torch.randn(3, 120, dtype=D)
     whole, short = block_krylov(product(matrix), start, 9), block_krylov(product(matrix), start, 2)
     kept = basis(short).clone()
-    longer = short.extended(product(matrix), 3).extended(product(matrix), 4)
+    longer = short.extend(product(matrix), 3).extend(product(matrix), 4)
     assert torch.equal(basis(short), kept)
     assert (short.products, longer.products, whole.products) == (2, 9, 9)
     assert_close(basis(longer), basis(whole))
@@ -113,7 +113,7 @@ def test_extending_gives_what_a_longer_run_gives() -> None:
     assert_close(one.x, other.x)
     assert_close(one.residuals, other.residuals)
     ended = block_krylov(product(matrix), start, 200)
-    assert ended.extended(product(matrix), 5).products == ended.products
+    assert ended.extend(product(matrix), 5).products == ended.products
 
 
 def test_dependent_start_rows_are_dropped() -> None:
@@ -211,7 +211,7 @@ def test_max_basis_stops_before_a_block_that_does_not_fit() -> None:
     matrix, start = operator(SPECTRA["flat"]), torch.randn(5, 120, dtype=D)
     space = block_krylov(product(matrix), start, 50, max_basis=23)
     assert (len(space.rows), space.products) == (20, 4)
-    assert len(space.extended(product(matrix), 50, max_basis=41).rows) == 40
+    assert len(space.extend(product(matrix), 50, max_basis=41).rows) == 40
 
 
 @pytest.mark.parametrize("steps", [1, 3, 120])
@@ -284,7 +284,7 @@ def test_more_rows_join_the_next_block(spectrum: str, steps: int) -> None:
     start[:, 40:], matrix[:40, 40:], matrix[40:, :40] = 0, 0, 0  # the start never leaves the first forty
     space = block_krylov(product(matrix), start, steps)
     new = torch.linalg.qr(torch.cat([torch.zeros(3, 40, dtype=D), torch.randn(3, 20, dtype=D)], 1).T)[0].T
-    wider = space.widened(new).extended(product(matrix), 2)
+    wider = space.widen(new).extend(product(matrix), 2)
     check_basis(wider, matrix, start)
     assert len(wider.rows) > len(space.rows) + 3
     pairs = wider.pairs()

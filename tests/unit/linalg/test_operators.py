@@ -7,7 +7,7 @@ import torch
 
 from lapwing.errors import NumericalError
 from lapwing.linalg.krylov import leading_eigenpairs
-from lapwing.linalg.operators import applied, refuse_asymmetric
+from lapwing.linalg.operators import apply_checked, refuse_asymmetric
 from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product
 
 
@@ -69,7 +69,7 @@ def test_an_operator_that_mixes_its_rows_is_refused() -> None:
 def test_products_are_checked_for_shape_and_finiteness() -> None:
     rows = torch.ones(2, 3)
     with pytest.raises(NumericalError, match=r"shape \(2, 3\) to \(2,\)"):
-        applied(lambda v: v.sum(1), rows)
+        apply_checked(lambda v: v.sum(1), rows)
     with pytest.raises(NumericalError, match="not finite"):
-        applied(lambda v: v / 0, rows)
-    assert applied(lambda v: v, rows).dtype == D
+        apply_checked(lambda v: v / 0, rows)
+    assert apply_checked(lambda v: v, rows).dtype == D

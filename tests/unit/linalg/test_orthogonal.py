@@ -58,11 +58,11 @@ def test_little_that_is_new_is_still_orthogonal() -> None:
 def test_rows_in_blocks_are_what_they_are_in_one_piece() -> None:
     gen = torch.Generator().manual_seed(4)
     whole = torch.linalg.qr(torch.randn(30, 12, dtype=D, generator=gen)).Q.T
-    rows = OrthonormalRows((whole[:0],)).extended(whole[:5]).extended(whole[5:6]).extended(whole[6:])
+    rows = OrthonormalRows((whole[:0],)).extend(whole[:5]).extend(whole[5:6]).extend(whole[6:])
     v, y = torch.randn(4, 30, dtype=D, generator=gen), torch.randn(3, 12, dtype=D, generator=gen)
     assert len(rows) == 12
     assert torch.equal(torch.cat(rows.blocks), whole)
     assert_close(rows.coordinates(v), v @ whole.T)
-    assert_close(rows.combined(y), y @ whole)
-    assert_close(rows.removed(v), v - v @ whole.T @ whole)
+    assert_close(rows.combine(y), y @ whole)
+    assert_close(rows.remove(v), v - v @ whole.T @ whole)
     assert rows.blocks[1].data_ptr() == whole.data_ptr()  # not copied

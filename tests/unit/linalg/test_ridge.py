@@ -38,7 +38,7 @@ def spectral(values: Tensor, rows: int = 200, seed: int = 0) -> Tensor:
 
 
 def drawn(x: Tensor, samples: int = 5, seed: int = 1, **options: Any) -> Ridge:
-    return Ridge.drawn(MatrixDesign(x), samples, torch.Generator().manual_seed(seed), keep=True, **options)
+    return Ridge.draw(MatrixDesign(x), samples, torch.Generator().manual_seed(seed), keep=True, **options)
 
 
 def exact(ridge: Ridge, x: Tensor, alpha: float, phi: float) -> Tensor:
@@ -120,7 +120,7 @@ def test_noise_is_standard_normal_and_kept_on_request() -> None:
     crossed = (ridge.prior[:, :20] * ridge.eps[:, :20]).reshape(-1)
     assert abs(float(crossed.mean())) <= 5 * len(crossed) ** -0.5
     assert_close(ridge.back, ridge.eps @ x)
-    assert Ridge.drawn(MatrixDesign(x), 3, None).eps is None
+    assert Ridge.draw(MatrixDesign(x), 3, None).eps is None
 
 
 def test_the_generator_decides() -> None:
@@ -148,7 +148,7 @@ def test_one_basis_for_every_precision(scaled: bool) -> None:
     x = spectral(torch.logspace(3, -3, 80, dtype=D), 90)
     counted = Counted(x)
     gen = torch.Generator().manual_seed(1)
-    ridge = Ridge.drawn(counted, 3, gen, scale(80) if scaled else None, keep=True, width=6)
+    ridge = Ridge.draw(counted, 3, gen, scale(80) if scaled else None, keep=True, width=6)
     ridge.samples(1.0, 1.0, 1e-6)
     passes = counted.passes
     assert passes > 1
@@ -177,9 +177,9 @@ def test_the_logdet_forms_no_second_basis(monkeypatch: pytest.MonkeyPatch) -> No
     """Ritz vectors would take as much memory as the basis."""
     x = spectral(torch.logspace(3, -3, 80, dtype=D), 90)
     ridge = drawn(x, samples=5, width=4)
-    assert len(ridge.reaching(0.1, 1e-9).rows) > 20
-    formed, combined = [], OrthonormalRows.combined
-    monkeypatch.setattr(OrthonormalRows, "combined", lambda rows, y: formed.append(len(y)) or combined(rows, y))
+    assert len(ridge.basis_reaching(0.1, 1e-9).rows) > 20
+    formed, combined = [], OrthonormalRows.combine
+    monkeypatch.setattr(OrthonormalRows, "combine", lambda rows, y: formed.append(len(y)) or combined(rows, y))
     ridge.logdet(torch.tensor(0.1, dtype=D), 3, 5)
     assert max(formed) == 3
 
@@ -190,7 +190,7 @@ def test_products_with_samples_come_from_the_basis(single: bool, scaled: bool) -
     """Also for samples rounded to single precision; samples outside of the basis take a pass."""
     x = matrix(60, 300)
     design = Counted(x)
-    ridge = Ridge.drawn(design, 6, torch.Generator().manual_seed(0), scale=scale(300) if scaled else None, width=8)  # type: ignore[arg-type]
+    ridge = Ridge.draw(design, 6, torch.Generator().manual_seed(0), scale=scale(300) if scaled else None, width=8)  # type: ignore[arg-type]
     z = ridge.samples(3.0, 0.5, 1e-2).x
     z = z.float() if single else z
     before = design.passes
@@ -212,7 +212,7 @@ def test_products_before_there_is_a_basis() -> None:
 def test_operators_and_matrices_agree() -> None:
     x = matrix()
     functions = OperatorDesign(ROWS, SIZE, lambda v: v @ x.T, lambda u: u @ x, x[:0, 0])
-    other = Ridge.drawn(functions, 5, torch.Generator().manual_seed(1), keep=True)
+    other = Ridge.draw(functions, 5, torch.Generator().manual_seed(1), keep=True)
     ridge = drawn(x)
     assert_close(other.back, ridge.back)
     assert_close(other.samples(0.3, 1.0, 1e-10).x, ridge.samples(0.3, 1.0, 1e-10).x, SOLVED)
@@ -221,7 +221,7 @@ def test_operators_and_matrices_agree() -> None:
 def test_float32_products() -> None:
     """The noise is float64; so are the samples, to the accuracy of the products."""
     x = matrix().float()
-    ridge = Ridge.drawn(MatrixDesign(x), 5, torch.Generator().manual_seed(1), keep=True)
+    ridge = Ridge.draw(MatrixDesign(x), 5, torch.Generator().manual_seed(1), keep=True)
     solution = ridge.samples(0.5, 1.0, 1e-4)
     assert solution.x.dtype == ridge.prior.dtype == D
     assert_close(solution.x, exact(ridge, x.double(), 0.5, 1.0), SOLVED, torch.float32)
@@ -233,7 +233,7 @@ def test_float32_products() -> None:
 @pytest.mark.parametrize("width", [2, 16])
 def test_a_tolerance_that_cannot_be_reached_is_an_error(width: int) -> None:
     x = matrix().float()
-    ridge = Ridge.drawn(MatrixDesign(x), 5, torch.Generator().manual_seed(1), width=width)
+    ridge = Ridge.draw(MatrixDesign(x), 5, torch.Generator().manual_seed(1), width=width)
     with pytest.raises(NumericalError, match=r"stopped after \d+ iterations with a relative residual of .*1e-13"):
         ridge.samples(1e-4, 1.0, 1e-13).require_convergence("it", "")
 
@@ -276,9 +276,9 @@ def test_the_stated_error_of_the_logdet_is_honest(name: str, solved: bool) -> No
     truth = logdet(SPECTRA[name], shift)
     gaps, errors, biases = torch.empty(3, seeds, dtype=D)
     for seed in range(seeds):
-        ridge = Ridge.drawn(MatrixDesign(x), 3, torch.Generator().manual_seed(seed), width=6)
+        ridge = Ridge.draw(MatrixDesign(x), 3, torch.Generator().manual_seed(seed), width=6)
         if solved:
-            ridge.reaching(shift, 1e-2)  # the basis that solves for the samples
+            ridge.basis_reaching(shift, 1e-2)  # the basis that solves for the samples
         estimate = ridge.logdet(torch.tensor(shift, dtype=D), probes, steps)
         low, high = ridge.spectrum(probes, steps).rest.ends(lambda nodes: torch.log1p(nodes.clamp_min(0) / shift))
         gaps[seed], errors[seed] = float(estimate.value) - truth, estimate.error
@@ -301,7 +301,7 @@ def test_the_slope_of_the_logdet_equals_finite_differences(shift: float) -> None
 
 def test_one_run_of_probes_serves_every_shift() -> None:
     counted = Counted(spectral(SPECTRA["flat"]))
-    ridge = Ridge.drawn(counted, 2, torch.Generator().manual_seed(1), width=2)
+    ridge = Ridge.draw(counted, 2, torch.Generator().manual_seed(1), width=2)
     ridge.logdet(torch.tensor(1.0, dtype=D), 4, 6)
     passes = counted.passes
     for shift in (1e-3, 1.0, 10.0):
@@ -325,7 +325,7 @@ def test_another_scale_is_another_ridge() -> None:
     plain, shift = drawn(x), torch.tensor(1.0, dtype=D)
     before = plain.samples(1.0, 1.0, 1e-10).x
     estimate = plain.logdet(shift, 4, 6)
-    for other in (replace(plain, scale=scale()), plain.rescaled(scale())):
+    for other in (replace(plain, scale=scale()), plain.rescale(scale())):
         assert_close(other.samples(1.0, 1.0, 1e-10).x, exact(other, x, 1.0, 1.0), SOLVED)
         gram = (x.T @ x) * (scale()[:, None] * scale()).rsqrt()
         assert float(other.logdet(shift, 4, 6).value) == pytest.approx(logdet(torch.linalg.eigvalsh(gram), 1.0))
@@ -335,5 +335,5 @@ def test_another_scale_is_another_ridge() -> None:
 
 def test_the_last_rescaled_ridge_is_kept() -> None:
     plain = drawn(matrix())
-    assert plain.rescaled(scale()) is plain.rescaled(scale().clone())
-    assert plain.rescaled(2 * scale()) is not plain.rescaled(scale())
+    assert plain.rescale(scale()) is plain.rescale(scale().clone())
+    assert plain.rescale(2 * scale()) is not plain.rescale(scale())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experiments.sampling import gradient_variance
 from lapwing.errors import NumericalError
-from lapwing.linalg.operators import DesignRows, MatrixDesign, OperatorDesign, Solution, back_product, located_parts
+from lapwing.linalg.operators import DesignRows, MatrixDesign, OperatorDesign, Solution, back_product, parts_with_rows
 from lapwing.linalg.stochastic import Passes, Perturbed, dual_descent, sdd, sgd
 from tests.tolerances import SOLVED, assert_close, assert_within
 
@@ -49,7 +49,7 @@ def solved(solve: Solve, system: Perturbed, **settings: Any) -> Tensor:
 def gradient(system: Perturbed, z: Tensor, objective: str) -> Tensor:
     """The gradient at z, as the mean of the estimates from all parts."""
     passes, function = Passes.over(system.design), system.objective(objective)
-    return torch.stack([function.estimate(z, *part, passes.count) for part in located_parts(system.design)]).mean(0)
+    return torch.stack([function.estimate(z, *part, passes.count) for part in parts_with_rows(system.design)]).mean(0)
 
 
 class Stream:
@@ -89,7 +89,7 @@ def test_estimates_have_the_variance_that_is_stated(objective: str) -> None:
     system, z = Perturbed(MatrixDesign(x, 7), zeta, eps, SHIFT), torch.randn(3, SIZE, dtype=D)
     passes, function = Passes.over(system.design), system.objective(objective)
     estimates = torch.stack(
-        [function.estimate(z, part, rows, passes.count) for part, rows in located_parts(system.design)]
+        [function.estimate(z, part, rows, passes.count) for part, rows in parts_with_rows(system.design)]
     )
     assert len(estimates) == 7
     assert_close(gradient_variance(system, z, objective), estimates.var(0, correction=0).sum(1))
@@ -234,7 +234,7 @@ def test_a_step_is_measured(generator: torch.Generator) -> None:
 
 def test_every_part_comes_once_in_a_pass(generator: torch.Generator) -> None:
     passes = Passes.over(MatrixDesign(matrix(), 7))
-    starts = [rows.start for _, rows in passes.shuffled(3, generator)]
+    starts = [rows.start for _, rows in passes.shuffle(3, generator)]
     for i in range(3):
         assert sorted(starts[7 * i : 7 * i + 7]) == list(range(0, ROWS, 7))
     assert starts[:7] != starts[7:14]

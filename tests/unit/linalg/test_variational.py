@@ -55,12 +55,12 @@ def test_what_is_left_under_other_prior_variances() -> None:
 def test_steps_average_precisions(step: float) -> None:
     """Natural gradients: the new precision is the old one and the optimum's, averaged."""
     before = Inducing(EYE + information(1))
-    after = before.updated(information(2), step)
+    after = before.update(information(2), step)
     assert_close(after.precision, (1 - step) * (EYE + information(1)) + step * (EYE + information(2)))
 
 
 def test_one_step_of_length_one_forgets_the_start() -> None:
-    one, other = (Inducing(EYE + information(seed)).updated(information(9), 1.0).precision for seed in (1, 2))
+    one, other = (Inducing(EYE + information(seed)).update(information(9), 1.0).precision for seed in (1, 2))
     assert torch.equal(one, other)
 
 
@@ -69,7 +69,7 @@ def test_averaged_steps_of_batches_are_one_step_on_all() -> None:
     inducing = Inducing.before_data(4, torch.empty(0))
     parts = [information(seed) for seed in range(5)]
     for i, part in enumerate(parts):
-        inducing = inducing.updated(len(parts) * part, 1 / (i + 1))
+        inducing = inducing.update(len(parts) * part, 1 / (i + 1))
     assert_close(inducing.precision, EYE + torch.stack(parts).sum(0))
 
 
@@ -78,14 +78,14 @@ def test_the_step_is_the_natural_gradient() -> None:
     s = torch.linalg.inv(EYE + information(1)).requires_grad_()
     value = -0.5 * (information(2) * s).sum() - 0.5 * (s.diagonal().sum() - torch.linalg.slogdet(s)[1])
     (slope,) = torch.autograd.grad(value, s)
-    updated = Inducing(EYE + information(1)).updated(information(2), 0.1)
+    updated = Inducing(EYE + information(1)).update(information(2), 0.1)
     assert_close(updated.precision, EYE + information(1) - 2 * 0.1 * slope, SOLVED)
 
 
 def test_only_the_whole_is_kept_positive() -> None:
     """Some batches may lower the precision; where all together would lower it below the prior's, it stays there."""
     inducing = (
-        Inducing.before_data(4, torch.empty(0)).updated(-0.5 * information(1), 1.0).updated(2 * information(1), 0.5)
+        Inducing.before_data(4, torch.empty(0)).update(-0.5 * information(1), 1.0).update(2 * information(1), 0.5)
     )
     assert_close(inducing.precision, EYE + 0.75 * information(1))
     basis = torch.linalg.qr(torch.randn(4, 4, dtype=D, generator=torch.Generator().manual_seed(0)))[0]
@@ -93,6 +93,6 @@ def test_only_the_whole_is_kept_positive() -> None:
     inducing = Inducing(EYE + (basis * values) @ basis.mT)
     assert_close(inducing.information, (basis * values.clamp_min(0)) @ basis.mT)
     assert_close(inducing.precision, EYE + inducing.information)
-    assert_close(inducing.updated(torch.zeros_like(EYE), 0.5).average, EYE + 0.5 * (basis * values) @ basis.mT)
+    assert_close(inducing.update(torch.zeros_like(EYE), 0.5).average, EYE + 0.5 * (basis * values) @ basis.mT)
     assert float(inducing.divergence()) > 0
     assert_close(inducing.times(3.0).information, 3 * inducing.information)

@@ -55,7 +55,7 @@ def test_no_datum_is_split_between_parts() -> None:
     """4,096 rows in a part are not a multiple of three."""
     x = draw(1500, C, 2, number=1)
     noise = definite(1500, C, number=2)
-    white = Regression.built(x, draw(1500, C, number=3), None, noise)
+    white = Regression.build(x, draw(1500, C, number=3), None, noise)
     sizes = [part.rows for part in white.design]
     assert sizes == [4095, 405]
     inverse = torch.linalg.inv(torch.linalg.cholesky(noise))

@@ -398,7 +398,7 @@ def test_points_at_all_data_are_the_exact_process(kind: str) -> None:
     )
     _, rows = state.whiten(FeatureTable(seen, seen, seen))
     flat = rows.flatten(0, 1)
-    known = replace(state, inducing=state.inducing.updated(flat.T @ flat / noise, 1.0))
+    known = replace(state, inducing=state.inducing.update(flat.T @ flat / noise, 1.0))
     found = known.posterior(problem, sight, Statistics(0.0, 8, 2), ())
     joint = kernel.joint(torch.cat([seen, sight(new)[0]])).reshape(24, 24)
     expected = joint[16:, 16:] - joint[16:, :16] @ torch.linalg.solve(

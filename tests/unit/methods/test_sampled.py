@@ -20,7 +20,7 @@ import lapwing as lw
 from benchmarks.scales import LIMIT, measured, methods
 from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.linalg.operators import back_product, forward_product, located_parts
+from lapwing.linalg.operators import back_product, forward_product, parts_with_rows
 from lapwing.linalg.ridge import Ridge
 from lapwing.linalg.stochastic import Perturbed
 from lapwing.methods.sampled import Sampled
@@ -500,7 +500,7 @@ def test_the_stated_error_of_the_evidence_is_honest(prior: str, after: bool) -> 
     gaps, errors = [], []
     seeds = 16
     for seed in range(seeds):
-        drawn = Ridge.drawn(design, 2, torch.Generator().manual_seed(seed), scale, width=2)
+        drawn = Ridge.draw(design, 2, torch.Generator().manual_seed(seed), scale, width=2)
         posterior = replace(start, solver=replace(start.solver, ridge=drawn))
         if after:
             _ = posterior.samples
@@ -598,10 +598,10 @@ def test_the_evidence_of_groups_is_as_sharp_as_that_of_one_number() -> None:
     one, other = (on_larger(method, given) for given in (1.0, lw.per_layer(torch.ones(2))))
     assert float(other.log_evidence()) == pytest.approx(float(one.log_evidence()), abs=1e-6)
     assert other.evidence_error == pytest.approx(one.evidence_error, abs=1e-6)
-    ridge = other.posterior.solver.ridge.rescaled(other.prior.vector.detach())
+    ridge = other.posterior.solver.ridge.rescale(other.prior.vector.detach())
     products = ridge.basis.products
     other.log_evidence()
-    assert other.posterior.solver.ridge.rescaled(other.prior.vector.detach()) is ridge
+    assert other.posterior.solver.ridge.rescale(other.prior.vector.detach()) is ridge
     assert ridge.basis.products == products
 
 
@@ -672,7 +672,7 @@ def test_both_objectives_of_a_network_have_the_same_gradient(part: int | None) -
     network = Network.build(net, data[0][0])
     design = NetworkDesign.build(network, lw.Gaussian(noise_std=0.5), Data(data, CPU), part=part)
     zeta, eps, z = (torch.randn(3, n, dtype=D) for n in (design.size, design.rows, design.size))
-    gradients, parts = [], list(located_parts(design))
+    gradients, parts = [], list(parts_with_rows(design))
     for name in ("reduced", "classic"):
         objective = Perturbed(design, zeta, eps, 0.7).objective(name)
         gradients.append(torch.stack([objective.estimate(z, *part, len(parts)) for part in parts]).mean(0))

@@ -67,7 +67,7 @@ def setting(name: str) -> tuple[nn.Module, Anchors, Any, Tensor]:
 def test_slopes_are_finite_differences(name: str) -> None:
     """Of the kernel of the points and of that with other inputs."""
     _, anchors, prior, other = setting(name)
-    fixed = anchors.network.linearise(other).jacobians().formed()
+    fixed = anchors.network.linearise(other).jacobians().materialised()
 
     def kernels(z: Tensor) -> tuple[Tensor, Tensor]:
         points = anchors.differentiable(z)

@@ -56,7 +56,7 @@ def test_chunks_of_directions_and_samples_fit_the_budget(monkeypatch: pytest.Mon
     v = torch.randn(COUNT, network.selection.size, dtype=D)
     monkeypatch.setattr(directional, "TOGETHER", {"cpu": 2, "cuda": 2})
     seen: list[tuple[int, int]] = []
-    plain = passes.pushed
+    plain = passes.push_forward
 
     def watched(model: nn.Module, inputs: Tensor, tangents: dict[str, Tensor], *facts: bool) -> Any:
         seen.append((len(inputs), len(next(iter(tangents.values())))))
@@ -84,7 +84,7 @@ def test_a_shifted_network_has_the_outputs_of_the_tangent_model(case: Case) -> N
     model, inputs = case.build(), case.batch(SIZE)
     network = Network.build(model, inputs)
     v = torch.randn(1, network.selection.size, dtype=D)
-    shifted = network.shifted(0.3 * v[0])
+    shifted = network.with_shift(0.3 * v[0])
     f, products = outputs_along(shifted, inputs, v)
     step = expected(model, inputs, v, case.outputs)
     assert_close(f, network(inputs) + 0.3 * step[0])

@@ -60,7 +60,7 @@ def test_columns_equal_brute_force(
     assert_close(jacobians.jvp(v), torch.einsum("bcp,np->nbc", expected, v))
     u = torch.randn(3, BATCH, expected.shape[1], dtype=D)
     assert_close(jacobians.vjp(u), torch.einsum("bcp,nbc->np", expected, u))
-    assert_close(jacobians.formed().gram(v), torch.einsum("bcp,bcq,nq->np", expected, expected, v))
+    assert_close(jacobians.materialised().gram(v), torch.einsum("bcp,bcq,nq->np", expected, expected, v))
     with lw.memory.limited(1):
         assert_close(jacobians.whole(), expected)
 
@@ -80,13 +80,15 @@ def test_sums_over_picked_columns(name: str, monkeypatch: pytest.MonkeyPatch) ->
         weights, mask = block.arrange(d), (block.arrange(d) != 0).double()
         assert_close(two.squares().reshape(block.form) * mask, one.squares().reshape(block.form) * mask)
         for full in (True, False):
-            assert_close(two.weighted(weights, plain.tokens, full), one.weighted(weights, plain.tokens, full))
+            assert_close(
+                two.quadratic_form(weights, plain.tokens, full), one.quadratic_form(weights, plain.tokens, full)
+            )
         assert_close(two.between(two, weights), one.between(one, weights))
         assert_close(two.between(one, weights), one.between(one, weights))
         assert_close(one.between(two, weights), one.between(one, weights))
         if isinstance(two, PickedJacobian):
-            assert_close(two.joined(two).whole(), 2 * two.whole())
-            assert two.formed_numbers() == two.formed().nbytes // 8
+            assert_close(two.add(two).whole(), 2 * two.whole())
+            assert two.materialised_size() == two.materialised().nbytes // 8
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -104,7 +106,7 @@ def test_columns_of_a_linear_map(groups: int, positions: int, count: int, way: s
 def test_runs_of_one_output_are_no_longer_than_twice_the_entries() -> None:
     """One output has nearly all of the entries."""
     at = torch.cat([torch.arange(90), torch.tensor([100, 205, 311, 498])])
-    outputs, inputs, place = Entries((1, 5, 100), at, at).runs
+    outputs, inputs, place = Entries((1, 5, 100), at, at).equal_runs
     assert inputs.numel() <= 2 * len(at) + inputs.shape[1] * 5
     assert torch.equal(inputs.reshape(-1)[place] + 100 * outputs.repeat_interleave(inputs.shape[1])[place], at)
 

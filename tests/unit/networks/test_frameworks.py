@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.errors import DataError, ModelError
-from lapwing.networks.forward import plain_data, plain_module
+from lapwing.networks.forward import extract_data, extract_network
 
 
 class Trainer:
@@ -74,7 +74,7 @@ class Net:
 @pytest.mark.parametrize("trainer", [None, Trainer()])
 def test_module_of_lightning_is_copied_without_its_trainer(trainer: Trainer | None) -> None:
     module = Module(trainer)
-    copied = plain_module(module)
+    copied = extract_network(module)
     x = torch.ones(4, 2)
     torch.testing.assert_close(copied(x), module.layer(x))
     assert not copied.training
@@ -89,37 +89,37 @@ def test_module_that_cannot_be_copied_is_refused() -> None:
     module = Module()
     module.open_file = open(__file__)  # noqa: SIM115
     with module.open_file, pytest.raises(ModelError, match="cannot be copied"):
-        plain_module(module)
+        extract_network(module)
 
 
 def test_trainer_gives_its_module_and_its_data() -> None:
     trainer = Trainer()
     with pytest.raises(ModelError, match=r"trainer\.fit"):
-        plain_module(trainer)
+        extract_network(trainer)
     with pytest.raises(DataError, match="no training data"):
-        plain_data(trainer, None)
+        extract_data(trainer, None)
     trainer.lightning_module, trainer.train_dataloader = Module(trainer), ["batches"]
-    assert isinstance(plain_module(trainer), Module)
-    assert plain_data(trainer, None) == ["batches"]
-    assert plain_data(trainer, ["others"]) == ["others"]
+    assert isinstance(extract_network(trainer), Module)
+    assert extract_data(trainer, None) == ["batches"]
+    assert extract_data(trainer, ["others"]) == ["others"]
 
 
 def test_skorch_net_gives_its_module_in_evaluation_mode_and_loads_arrays() -> None:
     np = pytest.importorskip("numpy")
     module, arrays = nn.Linear(2, 3), (np.ones((4, 2)), np.ones(4))
-    assert plain_module(Net(module)) is module
+    assert extract_network(Net(module)) is module
     assert not module.training
-    assert plain_data(Net(module), arrays) == ("loader", ("dataset", *arrays), False)
+    assert extract_data(Net(module), arrays) == ("loader", ("dataset", *arrays), False)
     tensors = (torch.ones(4, 2), torch.ones(4))
-    assert plain_data(Net(module), tensors) is tensors
+    assert extract_data(Net(module), tensors) is tensors
     with pytest.raises(ModelError, match=r"net\.fit"):
-        plain_module(Net(None))
+        extract_network(Net(None))
 
 
 def test_other_models_and_data_stay_as_they_are() -> None:
     module, data = nn.Linear(2, 3), [(torch.ones(4, 2), torch.ones(4))]
-    assert plain_module(module) is module
+    assert extract_network(module) is module
     assert module.training
-    assert plain_data(module, data) is data
+    assert extract_data(module, data) is data
     with pytest.raises(DataError, match="data is None"):
-        plain_data(module, None)
+        extract_data(module, None)

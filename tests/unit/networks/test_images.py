@@ -74,14 +74,14 @@ def test_outputs_of_another_kind_are_refused() -> None:
 
 def test_targets_take_the_form_of_the_outputs() -> None:
     network, labels = Network.build(convolution(), X), torch.arange(120).reshape(6, 4, 5)
-    assert torch.equal(network.arranged(Batch(X, labels)).targets, labels.flatten(1))
+    assert torch.equal(network.arrange_targets(Batch(X, labels)).targets, labels.flatten(1))
     numbers = torch.randn(6, 3, 4, 5)
-    batch = network.arranged(Batch(X, numbers, "labels"))
+    batch = network.arrange_targets(Batch(X, numbers, "labels"))
     assert torch.equal(batch.targets, numbers.flatten(2).mT)
     assert batch.key == "labels"
     plain = Network.build(nn.Linear(5, 7).double(), X[:, 0])
     given = Batch(X[:, 0], labels[..., 0])
-    assert plain.arranged(given) is given
+    assert plain.arrange_targets(given) is given
 
 
 def test_the_footprint_of_another_size_is_that_of_a_network_built_there() -> None:
@@ -96,12 +96,12 @@ def test_the_footprint_of_another_size_is_that_of_a_network_built_there() -> Non
     assert network.for_inputs(X) is network
     assert network.linearise(large).network.footprint == there.footprint
     assert_close(resized(large), network(large))
-    assert network.joined(large) == there.joined(large) < network.joined(X)
+    assert network.batch_size_for(large) == there.batch_size_for(large) < network.batch_size_for(X)
 
 
 def test_jacobians_that_are_kept_whole_do_not_grow_with_the_size() -> None:
     footprint = Footprint(width=7, patches=5, whole=11, graph=3, live=2, widest=6)
-    assert footprint.scaled(30, 20) == Footprint(width=11, patches=8, whole=11, graph=5, live=3, widest=9)
+    assert footprint.for_positions(30, 20) == Footprint(width=11, patches=8, whole=11, graph=5, live=3, widest=9)
 
 
 def test_sequences_of_another_length() -> None:
@@ -129,5 +129,5 @@ def test_sequences_of_another_length() -> None:
 
 def test_a_sequence_without_tokens_has_a_footprint() -> None:
     footprint = Footprint(width=7, patches=5, whole=11, graph=3, live=2, widest=6)
-    assert footprint.scaled(0, 4).width == 2
-    assert footprint.scaled(4, 0).width == 28
+    assert footprint.for_positions(0, 4).width == 2
+    assert footprint.for_positions(4, 0).width == 28

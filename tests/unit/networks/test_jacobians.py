@@ -65,11 +65,11 @@ def test_a_stream_has_the_same_blocks_in_any_order(case: Case) -> None:
     parts = [part() for part in network.linearise(inputs).jacobians().parts]
     stream = network.blockwise.linearise(inputs).jacobians()
     seen: list[int] = []
-    for number, part in stream.each():
+    for number, part in stream.numbered_blocks():
         seen.append(number)
         assert_close(part.whole(), parts[number].whole())
     assert sorted(seen) == list(range(len(parts)))
-    assert [number for number, _ in stream.each([0])] == [0]  # a pass of its own
+    assert [number for number, _ in stream.numbered_blocks([0])] == [0]  # a pass of its own
     assert_close(stream.whole(), network.linearise(inputs).jacobians().whole())  # other uses hold all gradients
 
 
@@ -85,7 +85,9 @@ def test_a_stream_drops_the_gradients_of_layers_that_were_read() -> None:
         for streams in (True, False):
             tangent = (network.blockwise if streams else network).linearise(x)
             network.refuse_wrong(tangent)  # only for the first batch
-            taken[streams, depth] = held(lambda tangent=tangent: sum(1 for _ in tangent.jacobians().each())).taken
+            taken[streams, depth] = held(
+                lambda tangent=tangent: sum(1 for _ in tangent.jacobians().numbered_blocks())
+            ).taken
     each = 64 * 16 * 64 * 4  # bytes of the gradient at one layer, for 64 outputs
     assert taken[True, 24] - taken[True, 4] < 2 * each
     assert taken[False, 24] - taken[False, 4] > 15 * each
@@ -182,8 +184,8 @@ def test_squares_and_weighted_sums_of_every_block(case: Case) -> None:
         tokens, rows = jacobians.tokens, flat.reshape(4, jacobians.tokens, -1, flat.shape[-1])
         full = torch.einsum("bscp,p,bsdp->bscd", rows, weights, rows)
         assert_close(part.squares().reshape(-1), flat.square().sum((0, 1)))
-        assert_close(part.weighted(form, tokens, True), full)
-        assert_close(part.weighted(form, tokens, False), full.diagonal(dim1=-2, dim2=-1))
+        assert_close(part.quadratic_form(form, tokens, True), full)
+        assert_close(part.quadratic_form(form, tokens, False), full.diagonal(dim1=-2, dim2=-1))
         tall = flat.reshape(-1, flat.shape[-1])
         assert_close(part.between(part, form), (tall * weights) @ tall.T)
 
@@ -195,14 +197,14 @@ def test_tiny_byte_budget_changes_nothing(case: Case) -> None:
     weights = [torch.rand(block.form, dtype=torch.float64) for block in network.layout]
 
     def summary(jacobians: LayerJacobians) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [(part.squares(), part.weighted(w, jacobians.tokens, True), part.between(part, w))
+        return [(part.squares(), part.quadratic_form(w, jacobians.tokens, True), part.between(part, w))
                 for w, (_, part) in zip(weights, jacobians, strict=True)]  # fmt: skip
 
     before = summary(whole)
     with lw.memory.limited(1):
         parts = list(network.tangents(inputs))
         after = summary(whole)
-        runs = [list(tangent.runs()) for _, tangent in parts]
+        runs = [list(tangent.output_runs()) for _, tangent in parts]
     assert [(part.start, part.stop) for part, _ in parts] == [(b, b + 1) for b in range(4)]
     assert_close(torch.cat([tangent.jacobians().whole() for _, tangent in parts]), whole.whole())
     assert {part.outputs for each in runs for part in each} == {1}
@@ -297,7 +299,7 @@ def test_convolutions_are_whole_for_many_vectors_alone() -> None:
     case = BY_NAME["cnn"]
     network = Network.build(case.build(), case.batch(4))
     jacobians = network.linearise(case.batch(4)).jacobians()
-    forms = {n: [type(part.formed(n)).__name__ for _, part in jacobians] for n in (1, 40)}
+    forms = {n: [type(part.materialised(n)).__name__ for _, part in jacobians] for n in (1, 40)}
     assert "DenseJacobian" not in forms[1][:1]
     assert forms[40][0] == "DenseJacobian"
 
@@ -310,7 +312,7 @@ def test_the_budget_counts_layers_before_the_selected_ones(weights: Any) -> None
     network = Network.build(model, torch.randn(40, 3), weights)
     assert network.footprint.widest == 5000
     with lw.memory.limited("4MiB"):  # a quarter of it is for one kind of results, three of 20 kB for each sample
-        assert network.footprint.joined(2, network.dtype, network.device) == 2**20 // (3 * 4 * 5000)
+        assert network.footprint.batch_size_for(2, network.dtype, network.device) == 2**20 // (3 * 4 * 5000)
         chunks = list(network.footprint.chunks(100, 2, network.dtype, network.device))
     assert len(chunks) > 2
 

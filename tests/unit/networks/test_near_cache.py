@@ -34,8 +34,8 @@ def test_pieces_are_the_whole(rows: int, channels_first: bool, monkeypatch: pyte
     monkeypatch.setattr(near_cache, "NEAR", rows * 8 * OUTPUTS * D_IN)
     assert len(list(near_cache.pieces(part.a[0], part.g[0]))) == BATCH * -(-D_OUT // rows)
     expected = torch.stack([(by_token * w.reshape(-1)) @ by_token.mT for w in weights])
-    assert_close(part.weighted_each(weights, TOKENS, True), expected)
-    assert_close(part.weighted_each(weights, TOKENS, False), expected.diagonal(dim1=-2, dim2=-1))
+    assert_close(part.quadratic_forms(weights, TOKENS, True), expected)
+    assert_close(part.quadratic_forms(weights, TOKENS, False), expected.diagonal(dim1=-2, dim2=-1))
     assert_close(part.squares()[0], whole.square().sum((0, 1)))
 
 

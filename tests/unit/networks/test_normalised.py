@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.networks import normalised
-from lapwing.networks.graph import read
+from lapwing.networks.graph import read_graph
 from lapwing.networks.network import Network
-from lapwing.networks.normalised import ScaleFree, members, scale_free_groups
+from lapwing.networks.normalised import ScaleFree, group_names, scale_free_groups
 from lapwing.networks.pull import batch_norm_eps
 from tests import problems
 from tests.cases import BY_NAME, CASES, Wrapped
@@ -331,8 +331,8 @@ def test_members() -> None:
     network = Network.build(model, x)
     expected = dict.fromkeys(network.selection.names, "rest") | {"0.weight": "0", "0.bias": "0", "3.weight": "3",
                                                                 "3.bias": "3"}  # fmt: skip
-    assert members(network, scale_free_groups(network, x)) == expected
-    assert members(network, ()) == dict.fromkeys(network.selection.names, "rest")
+    assert group_names(network, scale_free_groups(network, x)) == expected
+    assert group_names(network, ()) == dict.fromkeys(network.selection.names, "rest")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -416,7 +416,7 @@ def test_groups_behind_a_batch_norm_of_cudnn(monkeypatch: pytest.MonkeyPatch) ->
             return getattr(self._node, name)
 
     def disguised(raw: Tensor) -> Any:
-        nodes = [Cudnn(n) if "BatchNorm" in n.name() else n for n in read(raw).nodes]
+        nodes = [Cudnn(n) if "BatchNorm" in n.name() else n for n in read_graph(raw).nodes]
         return SimpleNamespace(nodes=nodes)
 
     monkeypatch.setattr(normalised, "read", disguised)

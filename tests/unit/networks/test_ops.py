@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lapwing as lw
 from lapwing.networks import passes
-from lapwing.networks.graph import read
+from lapwing.networks.graph import read_graph
 from lapwing.networks.network import Network
 from lapwing.networks.ops import Operation, Slope, entries, operation, register, row_wise
 from lapwing.networks.uses import NoRuleError
@@ -159,7 +159,7 @@ def test_gradients_of_several_outputs_and_operands(name: str, monkeypatch: pytes
     """A whole pass against autograd, seed by seed, with all seeds at once and with one at a time."""
     x = torch.randn(3, 6, 24 if "attention" in name else 6, dtype=D, generator=torch.Generator().manual_seed(0))
     output = JOINT[name](x * torch.ones_like(x[0], requires_grad=True))
-    graph = read(output)
+    graph = read_graph(output)
     target = next(node for node in graph.nodes if node.name() == "MulBackward0" and node.next_functions[0][0] is None)
     seeds = torch.randn(5, *output.shape, dtype=D)
     expected = [torch.autograd.grad(output, [GradientEdge(target, 0)], seed, retain_graph=True)[0] for seed in seeds]
@@ -173,7 +173,7 @@ def test_gradients_of_several_outputs_and_operands(name: str, monkeypatch: pytes
 def test_attention_with_shared_heads_is_left_to_autograd() -> None:
     q, kv = torch.randn(2, 4, 3, 8, requires_grad=True), torch.randn(2, 2, 3, 8)
     output = nn.functional.scaled_dot_product_attention(q * 1.0, kv, kv, enable_gqa=True)
-    graph = read(output)
+    graph = read_graph(output)
     target = next(node for node in graph.nodes if node.name() == "MulBackward0")
     ((_, grad),) = passes.gradients(output, graph, [target], torch.ones(1, *output.shape), recurrent=False)
     (expected,) = torch.autograd.grad(output, [GradientEdge(target, 0)], torch.ones_like(output))

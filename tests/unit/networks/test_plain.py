@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lapwing.networks.network import Network, plain_passes, trained_names
+from lapwing.networks.network import Network, plain_passes, trainable_names
 from tests.operations import OperationCount
 
 
@@ -37,4 +37,4 @@ def test_the_model_is_not_changed() -> None:
     after = [(p, p.requires_grad) for p in net.parameters()]
     assert all(torch.equal(a, b) and f == g for (a, f), (b, g) in zip(before, after, strict=True))
     assert all(p.grad is None for p in net.parameters())
-    assert trained_names(net) == ("2.weight",)
+    assert trainable_names(net) == ("2.weight",)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.networks.forward import Replica, copied, lent, raw_output
+from lapwing.networks.forward import Replica, borrow_copy, copy_modules, raw_output
 from lapwing.networks.network import Network
 from tests import problems
 from tests.cases import BY_NAME, CASES
@@ -100,7 +100,7 @@ def test_copies_have_the_same_outputs_and_memory(case: Any) -> None:
     with torch.no_grad():
         expected = raw_output(model, inputs)
         assert_close(raw_output(replica.model, inputs), expected)
-        assert_close(raw_output(copied(replica.model), inputs), expected)
+        assert_close(raw_output(copy_modules(replica.model), inputs), expected)
     pairs = zip(model.named_parameters(), replica.model.named_parameters(), strict=True)
     for (name, p), (same_name, leaf) in pairs:
         assert name == same_name
@@ -111,21 +111,21 @@ def test_copies_have_the_same_outputs_and_memory(case: Any) -> None:
 
 def test_a_copy_is_used_by_one_call_at_a_time_and_dropped_after_an_error() -> None:
     model = Replica(nn.Sequential(nn.Linear(4, 3)).double(), ()).model
-    with lent(model) as one, lent(model) as two:
+    with borrow_copy(model) as one, borrow_copy(model) as two:
         assert one is not two
-    with lent(model) as again:
+    with borrow_copy(model) as again:
         assert again in (one, two)
     broken: list[nn.Module] = []
 
     def fail() -> None:
-        with lent(model) as third:
+        with borrow_copy(model) as third:
             broken.append(third)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         fail()
     for _ in range(4):
-        with lent(model) as fourth, lent(model) as fifth:
+        with borrow_copy(model) as fourth, borrow_copy(model) as fifth:
             assert broken[0] not in (fourth, fifth)
 
 
@@ -188,5 +188,5 @@ def test_a_model_that_was_moved_to_another_dtype() -> None:
 def test_methods_of_the_copy_belong_to_the_copy() -> None:
     model = nn.Linear(4, 3)
     model.forward = types.MethodType(lambda self, x: x @ self.weight.mT, model)  # type: ignore[method-assign]
-    other = copied(model, {id(model.weight): nn.Parameter(torch.zeros(3, 4))})
+    other = copy_modules(model, {id(model.weight): nn.Parameter(torch.zeros(3, 4))})
     assert not other(torch.ones(2, 4)).any()

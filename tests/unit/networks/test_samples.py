@@ -294,7 +294,7 @@ def test_a_prediction_changes_nothing_that_is_saved() -> None:
     assert network.take((x[:4], context), slice(0, 1))[1] is context
     other = replace(network, selection=network.selection)
     assert network.known == other.known == before
-    assert network.shifted(torch.zeros_like(network.theta())).known == before
+    assert network.with_shift(torch.zeros_like(network.theta())).known == before
 
 
 def test_batches_without_end_remember_what_is_shared() -> None:

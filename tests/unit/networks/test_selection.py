@@ -181,7 +181,7 @@ def test_selection_splits_and_fills() -> None:
     assert parts["a"][0].tolist() == [[0, 1, 0], [0, 0, 2]]
     assert parts["b"][1].tolist() == [0, 7, 0, 0]
     assert parts["s"].tolist() == [4, 8]
-    assert torch.equal(selection.picked(selection.filled(theta)), theta)
+    assert torch.equal(selection.pick(selection.fill(theta)), theta)
 
 
 def test_weight_and_bias_share_a_layer() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.networks.forward import path_of, picked
+from lapwing.networks.forward import path_of, pick_output
 from tests.tolerances import assert_close
 
 Pair = namedtuple("Pair", ["small", "large"])
@@ -155,4 +155,4 @@ def test_a_model_that_cannot_be_copied_is_refused():
 
 
 def test_a_tensor_needs_no_choice():
-    assert picked(X, ()) is X
+    assert pick_output(X, ()) is X

@@ -175,7 +175,7 @@ def test_predictions_do_not_depend_on_batches_memory_or_the_call(mixed: bool, mo
     parts = AveragedClasses.concat([posterior.predict(part) for part in x.split(4)])
     assert_close(parts.log_probs, whole.log_probs)
     size = 8 * posterior.network.selection.size
-    monkeypatch.setattr(posteriors, "temporary", lambda device: 3 * size)  # three draws, and some inputs
+    monkeypatch.setattr(posteriors, "temporary_bytes", lambda device: 3 * size)  # three draws, and some inputs
     fresh = replace(posterior, posterior=replace(posterior.posterior))
     small = fresh.predict(x)
     for name in ("log_probs", "standard_error", "aleatoric"):
@@ -221,7 +221,7 @@ def test_other_predictives_take_the_covariance_of_the_functions(kind: str, monke
     assert_close(many.predict(x[:2]).mean, many.predict(x[:2], samples=0).mean)
     size = 8 * many.network.selection.size
     whole = many.predict(x, samples=16)
-    monkeypatch.setattr(posteriors, "temporary", lambda device: size)
+    monkeypatch.setattr(posteriors, "temporary_bytes", lambda device: size)
     assert_close(many.predict(x, samples=16).epistemic, whole.epistemic)
 
 

@@ -88,7 +88,7 @@ def assert_dense(posterior: lw.Fitted, matrix: Tensor, prior: Tensor, power: flo
 @pytest.mark.parametrize("mean", [0.0, 0.7])
 def test_a_group_for_each_pattern(selection: Selection, mean: float) -> None:
     prior = grouped(PATTERNS, mean).bound(selection, LIKE)
-    expected = selection.picked(EACH)
+    expected = selection.pick(EACH)
     assert prior.groups == (r".*\.weight", r".*bias|scale")  # in the order of the parameters
     assert prior.values.tolist() == [5.0, 0.3]
     assert_close(prior.vector, expected)

@@ -65,8 +65,10 @@ def test_dense_matrices(name: str) -> None:
         given = prior(kind, network)
         assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one, other, given.vector))
         assert_close(prior_kernel(jac, given), inducing.kernel(one, one, given.vector))
-        assert_close(prior_kernel(jac.formed(), given, other_jac), inducing.kernel(one, other, given.vector))
-        assert_close(prior_kernel(jac.formed(), given, other_jac.formed()), inducing.kernel(one, other, given.vector))
+        assert_close(prior_kernel(jac.materialised(), given, other_jac), inducing.kernel(one, other, given.vector))
+        assert_close(
+            prior_kernel(jac.materialised(), given, other_jac.materialised()), inducing.kernel(one, other, given.vector)
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.networks.network import Network
-from lapwing.networks.normalised import members, scale_free_groups
+from lapwing.networks.normalised import group_names, scale_free_groups
 from lapwing.priors.base import BoundPrior, Prior
 from lapwing.runtime.state import State, class_named
 from tests.cases import BY_NAME
@@ -42,7 +42,7 @@ def given(name: str, mean: float | Tensor) -> Prior:
 
 def bound(name: str, mean: float | Tensor, net: Network) -> BoundPrior:
     prior = given(name, mean)
-    groups = members(net, scale_free_groups(net, CASE.batch(6))) if prior.needs_groups else None
+    groups = group_names(net, scale_free_groups(net, CASE.batch(6))) if prior.needs_groups else None
     made = prior.bound(net.selection, net.theta(), groups)
     other = torch.rand(made.values.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.1
     return made.with_precision(other)

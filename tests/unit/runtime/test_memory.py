@@ -45,14 +45,14 @@ def test_parts_are_gathered_along_any_dimension() -> None:
     whole = torch.arange(24.0).reshape(2, 4, 3)
     for dim in range(3):
         parts = whole.split([1, whole.shape[dim] - 1], dim)
-        assert torch.equal(memory.gathered(iter(parts), whole.shape[dim], dim), whole)
+        assert torch.equal(memory.concat_chunks(iter(parts), whole.shape[dim], dim), whole)
 
 
 def test_a_result_that_cannot_be_cut_is_refused_far_above_the_budget() -> None:
     """Four times the budget is about what is free, by default."""
     with lw.memory.limited("1MiB"):
-        memory.refuse_beyond(4 * 2**20, CPU, "a matrix", "Take fewer rows")
+        memory.refuse_large_result(4 * 2**20, CPU, "a matrix", "Take fewer rows")
         with pytest.raises(UnsupportedError, match=r'a matrix takes .* GiB.*fewer rows, or raise it.*limit\("2MiB"\)'):
-            memory.refuse_beyond(4 * 2**20 + 1, CPU, "a matrix", "Take fewer rows")
+            memory.refuse_large_result(4 * 2**20 + 1, CPU, "a matrix", "Take fewer rows")
     with lw.memory.limited(1):
-        memory.refuse_beyond(memory.LEAST, CPU, "a matrix", "Take fewer rows")  # no less is ever refused
+        memory.refuse_large_result(memory.LEAST, CPU, "a matrix", "Take fewer rows")  # no less is ever refused

@@ -76,7 +76,7 @@ def test_cells_are_scored_by_the_same_draws(tokens: bool, fit_in: int, monkeypat
     posterior = lw.fit(net, data, "classification", method=lw.Kron(curvature="fisher_mc"), prior=1.0).posterior
     grid = grid_of(posterior, RATIOS, TEMPERATURES)
     expected = scores_written_out(grid, x, y)
-    monkeypatch.setattr(posteriors, "temporary", lambda device: fit_in)  # whole, or in pieces of a few rows
+    monkeypatch.setattr(posteriors, "temporary_bytes", lambda device: fit_in)  # whole, or in pieces of a few rows
     no_jacobians(monkeypatch)
     assert_close(log_scores(grid, Data((x, y), torch.device("cpu"))), expected)
 

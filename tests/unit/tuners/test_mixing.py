@@ -780,7 +780,7 @@ def test_candidates_that_do_not_fit_at_once_come_in_groups(make: Any, monkeypatc
         seen.append(len(alive))
         return nll(predictive, y)
 
-    monkeypatch.setattr(held_out, "temporary", lambda device: 8 * 83**2 * 5 // 4)
+    monkeypatch.setattr(held_out, "temporary_bytes", lambda device: 8 * 83**2 * 5 // 4)
     model.calls.clear()
     tuned = fitted.tuned(make(held, VALUES, metric))
     assert tuned.trace.steps == expected.steps
@@ -791,7 +791,7 @@ def test_candidates_that_do_not_fit_at_once_come_in_groups(make: Any, monkeypatc
 def test_one_candidate_is_tried_whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     fitted, held = setting()
     expected = fitted.tuned(lw.tuners.Grid(held, VALUES)).trace
-    monkeypatch.setattr(held_out, "temporary", lambda device: 0)
+    monkeypatch.setattr(held_out, "temporary_bytes", lambda device: 0)
     assert fitted.tuned(lw.tuners.Grid(held, VALUES)).trace.steps == expected.steps
 
 
@@ -799,7 +799,7 @@ def test_one_candidate_is_tried_whatever_it_takes(monkeypatch: pytest.MonkeyPatc
 def test_groups_of_every_method(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted, held = setting(method=METHODS[method])
     expected = fitted.tuned(lw.tuners.Temperature(held, VALUES)).trace
-    monkeypatch.setattr(held_out, "temporary", lambda device: 0)
+    monkeypatch.setattr(held_out, "temporary_bytes", lambda device: 0)
     assert fitted.tuned(lw.tuners.Temperature(held, VALUES)).trace.steps == expected.steps
 
 
@@ -809,7 +809,7 @@ def test_groups_need_data_that_come_again(monkeypatch: pytest.MonkeyPatch) -> No
     loader = DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(0))
     one = fitted.tuned(lw.tuners.Grid(loader, VALUES)).trace
     fitted.tuned(lw.tuners.CrossValidated(loader, VALUES, folds=3))
-    monkeypatch.setattr(held_out, "temporary", lambda device: 0)
+    monkeypatch.setattr(held_out, "temporary_bytes", lambda device: 0)
     trace = fitted.tuned(lw.tuners.Grid(loader, VALUES)).trace  # one fold does not mind the order
     assert [step.score for step in trace.steps] == pytest.approx([step.score for step in one.steps], rel=1e-10)
     with pytest.raises(lw.errors.DataError, match="a second pass over the held-out data gave other folds"):

@@ -28,7 +28,7 @@ def test_the_evidence_is_that_of_the_optimum() -> None:
     for tuned in (with_noise(), completed(fitted(30.0)).tuned(lw.tuners.SampleEM(data(), **TIGHT))):
         exact = linear().log_evidence(float(tuned.prior.values), float(tuned.likelihood.dispersion))
         assert float(tuned.log_evidence()) == pytest.approx(exact, abs=1e-4 + 4 * tuned.evidence_error)
-        weights = tuned.network.shifted(None).theta()
+        weights = tuned.network.with_shift(None).theta()
         at_network = replace(tuned.posterior, mode=None, theta=weights)
         assert abs(float(at_network.log_evidence()) - exact) > 1
 
@@ -102,7 +102,7 @@ def test_error_bars_of_under_trained_networks_cover() -> None:
         tuner = lw.tuners.SampleEM(noise=True, max_steps=400)
         tuned = lw.fit(net, [(x[:80], y[:80])], "regression", method=lw.Sampled(num_samples=64), tuner=tuner)
         problem, test = tuned.posterior.problem, (x[80:], y[80:])
-        plain = replace(problem, network=problem.network.shifted(None))
+        plain = replace(problem, network=problem.network.with_shift(None))
         before = replace(tuned, posterior=replace(tuned.posterior, problem=plain))
         for posterior, into in ((tuned, covered), (before, mixed)):
             low, high = posterior.predict(test[0]).interval(0.9)
