@@ -155,10 +155,10 @@ class FitInProgress:
 
 def open_data(run: FitInProgress) -> None:
     """Wrap the training and validation data, which are read on the device and in the dtype of the model."""
-    run.structure = structure_of(unwrap(run.model))
     shown = shows_progress(run.progress) and run.processes.is_main_process
     device, dtype = device_of(run.model), arithmetic_of(run.model)
     run.data = Data(run.source, device, run.target_key, shown, processes=run.processes, dtype=dtype, keep_sketch=True)
+    run.structure = structure_of(unwrap(run.model))  # the lines above refuse what is not a model
     run.held_out = None if run.validation is None else run.data.with_source(run.validation, "validation")
 
 
