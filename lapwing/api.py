@@ -33,11 +33,11 @@ from lapwing.networks.forward import (
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Weights
 from lapwing.priors.base import Prior
+from lapwing.recipes import Recipe, online
 from lapwing.registry import Auto, named
 from lapwing.runtime.settings import GENERATOR, NONE, PATH, Rule
 from lapwing.runtime.threads import Stream, shows_inner_progress, shows_progress
 from lapwing.training import loop as training
-from lapwing.training.recipe import Recipe, online
 from lapwing.training.state import Epoch, TrainingState
 from lapwing.tuners.base import Tuner, check_tuner
 

@@ -19,11 +19,11 @@ from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.ensemble import reinitialise
 from lapwing.networks.forward import arithmetic_of, unwrap
+from lapwing.recipes import Recipe, fixed
 from lapwing.registry import named
 from lapwing.runtime.files import write_atomically
 from lapwing.runtime.settings import NONE, PATH, integer, refuse_other_arguments
 from lapwing.runtime.threads import Stream, shows_progress
-from lapwing.training.recipe import Recipe, fixed
 
 
 @refuse_other_arguments

@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 import lapwing as lw
 from lapwing.data.processes import Processes
-from lapwing.training.recipe import Recipe
+from lapwing.recipes import Recipe
 from lapwing.training.state import Buffers
 
 Result = dict[str, Any]

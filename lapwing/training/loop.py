@@ -22,8 +22,8 @@ from lapwing.networks.forward import raw_output, with_output_dim
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior
 from lapwing.problem import Problem, data_count
+from lapwing.recipes import Recipe, pack_optimiser, unpack_optimiser
 from lapwing.runtime.threads import ProgressBar, Stream
-from lapwing.training.recipe import Recipe, pack_optimiser, unpack_optimiser
 from lapwing.training.state import Buffers, Epoch, TrainingState, refuse_other_recipe, refuse_other_weights
 from lapwing.tuners.base import check_tuner, give_data
 

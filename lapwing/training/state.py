@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lapwing.data.processes import Processes
 from lapwing.errors import FileError
+from lapwing.recipes import OPTIMISERS
 from lapwing.runtime import state as plain
 from lapwing.runtime.files import read, write
 from lapwing.runtime.state import (
@@ -28,7 +29,6 @@ from lapwing.runtime.state import (
     Text,
     Whole,
 )
-from lapwing.training.recipe import OPTIMISERS
 
 
 @dataclass(frozen=True, eq=False)
