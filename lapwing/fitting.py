@@ -38,7 +38,7 @@ from lapwing.networks.selection import Weights
 from lapwing.posteriors.base import MANY, Posterior
 from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.priors.base import Prior
-from lapwing.problem import Problem, checked_targets, fitting_targets, mean_squared_residual, named_targets
+from lapwing.problem import Problem, check_named_targets, check_targets, check_targets_for, mean_squared_residual
 from lapwing.registry import Auto, named, prior_for
 from lapwing.runtime.threads import independent_generator, shows_progress, uniform
 from lapwing.tuners.base import MaximiseEvidence, Tuner, follows_evidence, run_tuner, start_near_optimum
@@ -78,7 +78,7 @@ def problem_of(
     refuse_other_models(network.model, data.processes)
     f = network(first.inputs)
     chosen = likelihood_for(likelihood, network, first, f)
-    fitting_targets(network, chosen, f, network.arrange_targets(first).targets)
+    check_targets_for(network, chosen, f, network.arrange_targets(first).targets)
     if chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, network.arrange_data(data)))
     given = prior_for(1.0 if prior is None else prior)
@@ -185,7 +185,7 @@ def check_validation(run: FitInProgress) -> None:
     run.held_out = run.problem.network.arrange_data(run.held_out)
     run.held_out.peek()
     for batch in run.held_out.batches("checking validation data", weighted=True):
-        named_targets(run.problem.network, run.problem.likelihood, batch, run.held_out.name)
+        check_named_targets(run.problem.network, run.problem.likelihood, batch, run.held_out.name)
     run.chosen = run.chosen.with_early_stopping(run.held_out)
 
 
@@ -254,7 +254,7 @@ def choose_by_cost(auto: Auto, problem: Problem, data: Data) -> tuple[Method, st
     for batch in data.batches("counting", weighted=True):
         few = network.take(batch.inputs, slice(0, LOOKED)) if few is None else few
         # Ignored data count too: they have rows of zeros in a design.
-        rows += checked_targets(network, problem.likelihood, batch)[0].numel()
+        rows += check_targets(network, problem.likelihood, batch)[0].numel()
     rows, few = sum(data.processes.gather_numbers(rows)), data.processes.first_available(few)
     workload = workload_of(network, few, max(1, rows // torch.Size(network.output_shape).numel()))
     classes = problem.likelihood.has_logits

@@ -35,7 +35,7 @@ class Statistics:
         """Return the statistics of the data of all processes; raise if no datum counts."""
         own = torch.tensor([self.loss, self.data, self.outputs, self.outputs > 0], dtype=torch.float64)
         loss, count, outputs, known = processes.sum([own])[0].tolist()  # one without data may not know the outputs
-        return replace(self, loss=loss, data=checked_count(as_count(count)), outputs=round(outputs / max(1, known)))
+        return replace(self, loss=loss, data=nonzero_count(as_count(count)), outputs=round(outputs / max(1, known)))
 
 
 STATISTICS = Record(  # what a file may hold
@@ -107,7 +107,7 @@ def first_samples(network: Network, batch: Batch, count: int) -> Batch:
     return Batch(network.take(batch.inputs, rows), batch.targets[rows], batch.key, batch.weights_of(rows))
 
 
-def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor]:
+def check_targets(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return (outputs, targets) of a batch, checked against each other before the network runs.
 
     The outputs have a shape but no values.
@@ -116,10 +116,10 @@ def checked_targets(network: Network, likelihood: Likelihood, batch: Batch) -> t
     if len(shape) == 2 and batch.targets.ndim > 1:  # the number of tokens may differ between batches
         shape = (batch.targets.shape[1], shape[1])
     outputs = torch.empty(1, dtype=network.dtype, device=network.device).expand(size, *shape)
-    return outputs, fitting_targets(network, likelihood, outputs, batch.targets)
+    return outputs, check_targets_for(network, likelihood, outputs, batch.targets)
 
 
-def fitting_targets(network: Network, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+def check_targets_for(network: Network, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """Return targets that fit the outputs f; raise if they do not, and for images say how their pixels are seen."""
     try:
         return likelihood.targets(f, y)
@@ -137,10 +137,10 @@ def fitting_targets(network: Network, likelihood: Likelihood, f: Tensor, y: Tens
         ) from error
 
 
-def named_targets(network: Network, likelihood: Likelihood, batch: Batch, name: str) -> Tensor:
+def check_named_targets(network: Network, likelihood: Likelihood, batch: Batch, name: str) -> Tensor:
     """Return the checked targets of a batch; the message of an error begins with the name of the data."""
     try:
-        return checked_targets(network, likelihood, batch)[1]
+        return check_targets(network, likelihood, batch)[1]
     except DataError as error:
         raise DataError(f"{name}: {error}") from error
 
@@ -149,12 +149,12 @@ def data_count(network: Network, likelihood: Likelihood, data: Data) -> int | fl
     """Return the number of data with a target that is not ignored, or the sum of their weights; no network runs."""
     own = 0.0
     for batch in data.batches("counting", weighted=True):
-        own += float(weighted_count(likelihood, *checked_targets(network, likelihood, batch), batch.weights))
+        own += float(weighted_count(likelihood, *check_targets(network, likelihood, batch), batch.weights))
     data.refuse_same_parts()
-    return checked_count(as_count(sum(data.processes.gather_values(own))))
+    return nonzero_count(as_count(sum(data.processes.gather_values(own))))
 
 
-def checked_count(count: int | float) -> int | float:
+def nonzero_count(count: int | float) -> int | float:
     """Return the number of data; raise if it is zero."""
     if count == 0:
         raise DataError("every target is ignored, or has the weight zero; expected at least one that counts.")
@@ -207,4 +207,4 @@ def mean_squared_residual(network: Network, likelihood: Likelihood, data: Data) 
         total += squares.flatten(0, -2).sum(0)
         count += float(weighted_count(likelihood, f, y, weights))
     (total,) = data.processes.sum([total])
-    return total / checked_count(sum(data.processes.gather_values(count)))
+    return total / nonzero_count(sum(data.processes.gather_values(count)))

@@ -32,7 +32,7 @@ from lapwing.networks.jacobians import BlockJacobian, LayerJacobians, flatten_bl
 from lapwing.networks.last_layer import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
-from lapwing.problem import Problem, Statistics, checked_targets
+from lapwing.problem import Problem, Statistics, check_targets
 from lapwing.runtime.settings import one_of
 from lapwing.runtime.state import SMALLEST, Array, PartOf, State, saved
 from lapwing.runtime.threads import numbered_generator
@@ -366,7 +366,7 @@ class Sweep:
         take_outputs, readings.take_outputs = readings.take_outputs, None
         batches = self.data.batches(self.label, weighted=True)
         for batch in merge_batches(batches, lambda inputs: network.batch_size_for(inputs, n_seeds)):
-            _, y = checked_targets(network, likelihood, batch)
+            _, y = check_targets(network, likelihood, batch)
             # Sums stay on the device until the batch is done: reading one makes a GPU wait.
             before = total.clone()
             for rows, tangent in network.tangents(

@@ -23,7 +23,7 @@ from lapwing.errors import DataError, UnsupportedError
 from lapwing.metrics import ScoreInterval
 from lapwing.networks.network import Network
 from lapwing.predictives.scores import Scoring
-from lapwing.problem import named_targets
+from lapwing.problem import check_named_targets
 from lapwing.runtime.files import write_atomically
 from lapwing.runtime.settings import DATA, PATH, Rule, describe
 from lapwing.runtime.threads import shows_progress, warn_caller
@@ -165,7 +165,7 @@ def label_batch(posterior: Fitted, batch: Batch, name: str) -> LabelledBatch:
     """
     network, likelihood = posterior.network, posterior.likelihood
     batch = network.arrange_targets(batch.to(network.device))
-    y = named_targets(network, likelihood, batch, name)
+    y = check_named_targets(network, likelihood, batch, name)
     if likelihood.ignores_common_shift and y.is_floating_point():
         raise DataError(
             f"{name}: targets are probabilities of the classes, {describe(y)}; expected class numbers: a soft target "

@@ -20,7 +20,7 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.base import Kept, Posterior, drawn_beliefs, pieces, prefers_draws
 from lapwing.posteriors.mixture import Belief, Cell, member
 from lapwing.posteriors.weight_space import beliefs_at
-from lapwing.problem import Problem, first_samples, named_targets
+from lapwing.problem import Problem, check_named_targets, first_samples
 from lapwing.runtime.memory import chunks
 from lapwing.runtime.settings import DATA, POSITIVE_VALUES, Rule, integer, required, setting
 from lapwing.runtime.trace import Step, Trace
@@ -55,7 +55,7 @@ def beliefs_by_chunk(
     network, likelihood = members[0].problem.network, members[0].problem.likelihood
     kept = None if one_by_one else Kept()
     for batch in batches:
-        x, y = batch.inputs, named_targets(network, likelihood, batch, data.name)
+        x, y = batch.inputs, check_named_targets(network, likelihood, batch, data.name)
         if prefers_draws(wide, network, likelihood, x):
             stored = [each.n_stored() if each in wide else 0 for each in members]
             numbers = [range(SCORED if n is None else min(SCORED, n)) for n in stored]
@@ -178,7 +178,7 @@ def _first_batches(data: Data, limit: int | None, network: Network, likelihood: 
     count = 0
     for batch in data.batches("validation data" if limit is None else "training data", weighted=True):
         if limit is not None and len(network.output_shape) == 2:
-            y = named_targets(network, likelihood, batch, data.name)
+            y = check_named_targets(network, likelihood, batch, data.name)
             known = (~likelihood.ignored(y)).reshape(*y.shape[:2], -1).any(-1).sum(1).cumsum(0)
             batch = first_samples(network, batch, int((known < limit - count).sum()) + 1)
             count += int(known[-1])

@@ -17,7 +17,7 @@ from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior
 from lapwing.predictives.base import log_density
-from lapwing.problem import checked_targets
+from lapwing.problem import check_targets
 from lapwing.runtime.settings import (
     DATA,
     EMPTY,
@@ -615,7 +615,7 @@ def standardised_residuals(base: Posterior, data: Data) -> Iterator[tuple[Tensor
     """
     network, likelihood = base.problem.network, base.problem.likelihood
     for batch in data.batches("residuals", weighted=True):
-        _, y = checked_targets(network, likelihood, batch)
+        _, y = check_targets(network, likelihood, batch)
         f = network(batch.inputs).double()
         assert likelihood.noise_variance is not None
         z = (f - y.double()) / likelihood.noise_variance.to(f).sqrt()

@@ -30,7 +30,7 @@ from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import Belief, Cell
-from lapwing.problem import Problem, first_samples, named_targets
+from lapwing.problem import Problem, check_named_targets, first_samples
 from lapwing.runtime.memory import batch_size_for
 from lapwing.runtime.threads import warn_caller
 from lapwing.runtime.trace import Trace
@@ -86,7 +86,8 @@ class FirstOutputs:
         """Add the outputs of the network by a forward pass over as much data as is missing."""
         for batch in data.batches(f"outputs for {data.name}", weighted=True):
             batch = first_samples(network, batch, self.missing)
-            self.add(network(batch.inputs), named_targets(network, self._likelihood, batch, data.name), batch.weights)
+            y = check_named_targets(network, self._likelihood, batch, data.name)
+            self.add(network(batch.inputs), y, batch.weights)
             if not self.missing:
                 break
 
