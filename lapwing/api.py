@@ -36,14 +36,14 @@ from lapwing.priors.base import Prior
 from lapwing.recipes import Recipe, online
 from lapwing.registry import Auto, named
 from lapwing.runtime.settings import GENERATOR, NONE, PATH, Rule
-from lapwing.runtime.threads import Stream, shows_inner_progress, shows_progress
+from lapwing.runtime.threads import Stream, should_show_progress, with_inner_progress
 from lapwing.training import loop as training
 from lapwing.training.state import Epoch, TrainingState
 from lapwing.tuners.base import Tuner, check_tuner
 
 
 @outside_autocast
-@shows_inner_progress
+@with_inner_progress
 @torch.inference_mode(False)  # what is kept must be able to take part in a gradient later
 @in_all_processes
 def fit(
@@ -197,7 +197,7 @@ def train(
     (PATH | NONE).check("checkpoint", checkpoint)
     (Rule("the state of a run", lambda v: isinstance(v, TrainingState)) | PATH | NONE).check("resume", resume)
     device, processes = device_of(model), Processes.of(process_group)
-    shown = shows_progress(progress) and processes.is_main_process
+    shown = should_show_progress(progress) and processes.is_main_process
     dtype = arithmetic_of(model)
     source = cut_for_training(data, dtype)
     batches = Data(

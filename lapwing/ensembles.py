@@ -23,7 +23,7 @@ from lapwing.recipes import Recipe, fixed
 from lapwing.registry import named
 from lapwing.runtime.files import write_atomically
 from lapwing.runtime.settings import NONE, PATH, integer, refuse_other_arguments
-from lapwing.runtime.threads import Stream, shows_progress
+from lapwing.runtime.threads import Stream, should_show_progress
 
 
 @refuse_other_arguments
@@ -83,7 +83,9 @@ def train_ensemble(
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected fixed(...), online(...) or another Recipe.")
     if folder is not None:
         cpu = torch.device("cpu")
-        read = Data(data, cpu, target_key, shows_progress(progress), stream=Stream(0, cpu), dtype=arithmetic_of(model))
+        read = Data(
+            data, cpu, target_key, should_show_progress(progress), stream=Stream(0, cpu), dtype=arithmetic_of(model)
+        )
         _refuse_other_call(Path(folder), recipe, named("likelihood", likelihood), DataSummary.of(read))
     trained = []
     for number in range(members):

@@ -29,7 +29,7 @@ from lapwing.priors.base import BoundPrior, Prior
 from lapwing.registry import prior_for
 from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, integer, usable_device
 from lapwing.runtime.state import on_device
-from lapwing.runtime.threads import shows_progress
+from lapwing.runtime.threads import should_show_progress
 from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, Operator, refuse_reordered, refuse_unsteady
 from lapwing.tuners.base import MaximiseEvidence, Tuner, run_tuner
@@ -889,7 +889,7 @@ class Fitted:
         """
         self._refuse_changed()
         GENERATOR.check("generator", generator)
-        shown = shows_progress(progress) and self.processes.is_main_process
+        shown = should_show_progress(progress) and self.processes.is_main_process
         options: dict[str, Any] = {"target_key": target_key, "progress": shown, "processes": self.processes}
         options["keep_sketch"] = True
         more = self.network.read_data(data, "new data", **options)
@@ -1021,8 +1021,8 @@ class Fitted:
                 f"for {curvature}(). Fit one to each: lw.fit(model, data, ...)."
             )
         network = self.network.with_shift(None)
-        batches = network.read_data(data, progress=shows_progress(None))
-        batches = batches if progress is None else replace(batches, progress=shows_progress(progress))
+        batches = network.read_data(data, progress=should_show_progress(None))
+        batches = batches if progress is None else replace(batches, progress=should_show_progress(progress))
         return NetworkDesign.build(network, self.likelihood, batches, curvature=curvature)
 
     def _belief(self, x: Inputs, joint: bool, chosen: ChosenOutputs | None) -> FunctionGaussian:
@@ -1057,7 +1057,7 @@ class Fitted:
         processes: Processes = ALONE,
     ) -> tuple[Iterable[Inputs] | None, torch.device]:
         """Return the batches of a loader, None for one batch that stays where it is, and the device of the answer."""
-        network, visible = self.network, shows_progress(progress) and processes.is_main_process
+        network, visible = self.network, should_show_progress(progress) and processes.is_main_process
         home = network.device if device is None else usable_device(device)
         if not is_loader(x, network.input_places):
             if not processes.is_single_process:

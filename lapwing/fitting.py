@@ -40,7 +40,7 @@ from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.priors.base import Prior
 from lapwing.problem import Problem, check_named_targets, check_targets, check_targets_for, mean_squared_residual
 from lapwing.registry import Auto, named, prior_for
-from lapwing.runtime.threads import independent_generator, shows_progress, uniform
+from lapwing.runtime.threads import independent_generator, should_show_progress, uniform
 from lapwing.tuners.base import MaximiseEvidence, Tuner, follows_evidence, run_tuner, start_near_optimum
 from lapwing.tuners.fixed_point import SampleEM
 from lapwing.tuners.mixing import Budget, Integrate
@@ -155,7 +155,7 @@ class FitInProgress:
 
 def open_data(run: FitInProgress) -> None:
     """Wrap the training and validation data, which are read on the device and in the dtype of the model."""
-    shown = shows_progress(run.progress) and run.processes.is_main_process
+    shown = should_show_progress(run.progress) and run.processes.is_main_process
     device, dtype = device_of(run.model), arithmetic_of(run.model)
     run.data = Data(run.source, device, run.target_key, shown, processes=run.processes, dtype=dtype, keep_sketch=True)
     run.structure = structure_of(unwrap(run.model))  # the lines above refuse what is not a model

@@ -34,7 +34,7 @@ from lapwing.problem import Problem
 from lapwing.registry import named
 from lapwing.runtime.memory import refuse_large_result
 from lapwing.runtime.settings import GENERATOR, NONE, Rule, integer, is_integer, is_real
-from lapwing.runtime.threads import independent_generator, shows_progress, uniform
+from lapwing.runtime.threads import independent_generator, should_show_progress, uniform
 from lapwing.tuners.base import MaximiseEvidence, start_near_optimum
 
 __all__ = ["by_variance", "by_swag", "by_magnitude", "by_gradient", "greedy", "random"]
@@ -251,7 +251,7 @@ def problem_and_data(
     progress: bool | None,
 ) -> tuple[Problem, Data]:
     """Return the problem over the candidates, and the data in the form of its outputs."""
-    batches = Data(data, device_of(model), target_key, shows_progress(progress), dtype=arithmetic_of(model))
+    batches = Data(data, device_of(model), target_key, should_show_progress(progress), dtype=arithmetic_of(model))
     problem = problem_of(model, batches, likelihood, within, prior)
     positions_of(model, problem.network.selection)  # refuse frozen candidates before the passes
     return problem, problem.network.arrange_data(batches)

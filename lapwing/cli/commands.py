@@ -45,7 +45,7 @@ from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.registry import LIKELIHOODS, METHODS, named
 from lapwing.runtime.settings import NONE, POSITIVE, one_of
-from lapwing.runtime.threads import shows_progress
+from lapwing.runtime.threads import should_show_progress
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def predictions(posterior: Fitted, batches: Iterable[Any], level: float, key: st
         key: The key of the target in batches that are mappings.
     """
     network, parts = posterior.network, list[Mapping[str, Tensor]]()
-    stream = InputStream(batches, network.device, network.input_places, key, shows_progress(None))
+    stream = InputStream(batches, network.device, network.input_places, key, should_show_progress(None))
     with torch.no_grad():
         for inputs in stream:
             predictive = posterior.predict(inputs)

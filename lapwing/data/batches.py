@@ -44,7 +44,7 @@ from lapwing.data.processes import ALONE, Processes
 from lapwing.data.samples import Part, Share, Weighted, as_weights, refuse_copies, share_of, target_name
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.runtime.settings import KEY, describe, is_array
-from lapwing.runtime.threads import ProgressBar, Stream, at_once, normal, undisturbed
+from lapwing.runtime.threads import ProgressBar, Stream, allow_interrupts, normal, undisturbed
 
 BATCH = 256  # samples in a batch of a Dataset that comes without a DataLoader, and in a step of training on a pair
 
@@ -295,10 +295,10 @@ LOOKED = 3  # batches that are looked at for one with several samples
 def read_items(source: Iterable[Any], drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
     """Yield what the source yields. Ctrl-C is raised at once while it is read, which may take any time."""
     ended = object()
-    with drawing(), at_once():
+    with drawing(), allow_interrupts():
         items = iter(source)
     while True:
-        with drawing(), at_once():
+        with drawing(), allow_interrupts():
             item = next(items, ended)
         if item is ended:
             return

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lapwing.data.samples import SampleSet, tensors_of, to_sample_set
 from lapwing.errors import DataError
 from lapwing.runtime.settings import is_array
-from lapwing.runtime.state import rebuilt
+from lapwing.runtime.state import rebuild
 
 Inputs = Any  # a tensor or a set of samples, or a tuple, list or mapping of those
 Leaf = Tensor | SampleSet
@@ -40,7 +40,7 @@ def map_leaves(tree: Inputs, change: Callable[[Any], Any]) -> Inputs:
     if isinstance(tree, Mapping):
         return {key: map_leaves(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return rebuilt(tree, [map_leaves(value, change) for value in tree])
+        return rebuild(tree, [map_leaves(value, change) for value in tree])
     return tree
 
 
@@ -63,7 +63,7 @@ def as_tensors(tree: Any, dtype: torch.dtype, what: str = "inputs") -> Inputs:
     if isinstance(tree, Mapping) and not hasattr(tree, "__array__"):
         return {key: as_tensors(value, dtype, what) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return rebuilt(tree, [as_tensors(value, dtype, what) for value in tree])
+        return rebuild(tree, [as_tensors(value, dtype, what) for value in tree])
     return _from_array(tree, dtype, what) if is_array(tree) else tree
 
 

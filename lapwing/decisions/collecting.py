@@ -26,7 +26,7 @@ from lapwing.predictives.scores import Scoring
 from lapwing.problem import check_named_targets
 from lapwing.runtime.files import write_atomically
 from lapwing.runtime.settings import DATA, PATH, Rule, describe
-from lapwing.runtime.threads import shows_progress, warn_caller
+from lapwing.runtime.threads import should_show_progress, warn_caller
 
 if TYPE_CHECKING:
     from lapwing.fitted import Fitted
@@ -178,7 +178,7 @@ def label_batch(posterior: Fitted, batch: Batch, name: str) -> LabelledBatch:
 def source_of(network: Network, data: Iterable[Any], name: str, target_key: str | None, progress: bool | None) -> Data:
     """Return the data of a decision, whose pass leaves a sketch of the rows."""
     DATA.check(name, data)
-    shown = shows_progress(progress)
+    shown = should_show_progress(progress)
     return Data(data, network.device, target_key, shown, name, dtype=network.arithmetic, keep_sketch=True)
 
 
@@ -266,7 +266,7 @@ def input_batches(posterior: Fitted, x: Inputs, target_key: str | None, progress
             network.device,
             network.input_places,
             target_key,
-            shows_progress(progress),
+            should_show_progress(progress),
             network.batch_size_for,
             dtype=network.arithmetic,
         )

@@ -25,7 +25,7 @@ from lapwing.priors import FilterGP
 from lapwing.priors.base import Prior
 from lapwing.runtime.memory import budget, concat_chunks, refuse_large_result
 from lapwing.runtime.settings import GENERATOR, NUMBER, Rule, describe, integer, one_of
-from lapwing.runtime.threads import independent_generator, shows_inner_progress
+from lapwing.runtime.threads import independent_generator, with_inner_progress
 from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import Ascend, MaximiseEvidence, Tuner, check_tuner, run_tuner
 
@@ -414,7 +414,7 @@ NOISE = Rule(
 
 @outside_autocast
 @torch.inference_mode(False)
-@shows_inner_progress
+@with_inner_progress
 def fit(
     model: nn.Module,
     x: Inputs,

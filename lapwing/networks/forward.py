@@ -36,7 +36,7 @@ from lapwing.data.samples import SampleSet
 from lapwing.errors import DataError, InputError, ModelError
 from lapwing.networks.selection import Selection
 from lapwing.runtime.settings import Rule, describe, is_integer, nearest, refuse_other_arguments
-from lapwing.runtime.threads import LOCK, deferred, own_kernels, poll, unfused_attention, without_checkpoints
+from lapwing.runtime.threads import LOCK, defer_interrupts, own_kernels, poll, unfused_attention, without_checkpoints
 from lapwing.values.outputs import DIMS, pixels
 
 Path = tuple[str | int, ...]  # keys and positions, from the outside in
@@ -260,7 +260,7 @@ def outside_autocast(call_model: Call) -> Call:
     @refuse_other_arguments
     @functools.wraps(call_model)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with deferred(), ExitStack() as stack:
+        with defer_interrupts(), ExitStack() as stack:
             for kind in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))

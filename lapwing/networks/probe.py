@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lapwing.data.inputs import Inputs
 from lapwing.errors import FileError, ModelError
-from lapwing.runtime.state import LARGEST, Field, Known, State, Text, refused, saved
+from lapwing.runtime.state import LARGEST, Field, Known, State, Text, refusal, saved
 
 ROWS = 4  # inputs
 BYTES = 2**20  # of all of them together
@@ -166,7 +166,7 @@ def _build(form: Any, tensors: Sequence[Tensor]) -> Inputs:
 def _numbers_in(form: Any) -> Iterator[int]:
     """Yield the numbers of the tensors of a form in order; raise ``FileError`` if it is none."""
     if not isinstance(form, Mapping) or len(form) != 1:
-        raise refused(form, "the form of inputs")
+        raise refusal(form, "the form of inputs")
     ((kind, content),) = form.items()
     if kind == "tensor" and type(content) is int:
         yield content
@@ -177,7 +177,7 @@ def _numbers_in(form: Any) -> Iterator[int]:
         for value in content:
             yield from _numbers_in(value)
     elif kind != "value" or type(content) not in CONSTANTS:
-        raise refused(form, "the form of inputs")
+        raise refusal(form, "the form of inputs")
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class _Form(Field):
 
     def read(self, value: Any, known: Known) -> Any:
         if list(_numbers_in(value)) != list(range(self.count)):
-            raise refused(value, f"a form of {self.count} tensors in order")
+            raise refusal(value, f"a form of {self.count} tensors in order")
         return value
 
 

@@ -28,7 +28,7 @@ from lapwing.predictives.base import (
 from lapwing.predictives.labels import AveragedClasses
 from lapwing.predictives.numbers import NumberDistribution
 from lapwing.predictives.scores import NumberScoring
-from lapwing.runtime.state import on_device, rebuilt
+from lapwing.runtime.state import on_device, rebuild
 from lapwing.values.gaussian import Deferred, FunctionGaussian
 from lapwing.values.outputs import ImageForm
 
@@ -417,7 +417,7 @@ class _Storage:
             result = object.__new__(type(value))
             result.__dict__.update({each.name: self.copy(getattr(value, each.name)) for each in fields(value)})
             return result
-        return rebuilt(value, [self.copy(part) for part in value]) if isinstance(value, tuple | list) else value
+        return rebuild(value, [self.copy(part) for part in value]) if isinstance(value, tuple | list) else value
 
     def _belief(self, belief: FunctionGaussian) -> FunctionGaussian:
         mean = self.copy(belief.mean)

@@ -136,7 +136,7 @@ def write(path: str | Path, state: State) -> None:
         FileError: If the file cannot be written.
     """
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(_flattened(state, "", tensors))
+    text = json.dumps(_flatten(state, "", tensors))
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries, end = {}, 0
     for name in order:
@@ -170,7 +170,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     )
 
 
-def _flattened(state: State, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _flatten(state: State, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the state without its tensors, which are added to ``tensors`` under dotted names."""
     for key, tensor in state.tensors.items():
         name = f"{prefix}{key}"
@@ -179,7 +179,7 @@ def _flattened(state: State, prefix: str, tensors: dict[str, Tensor]) -> dict[st
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in NAMES:
             raise UnsupportedError(f"the tensor {name!r} is {tensor.dtype}, {tensor.layout}, which a file cannot hold.")
         tensors[name] = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    parts = {key: _flattened(part, f"{prefix}{key}.", tensors) for key, part in state.parts.items()}
+    parts = {key: _flatten(part, f"{prefix}{key}.", tensors) for key, part in state.parts.items()}
     return {"name": state.name, "settings": dict(state.settings), "tensors": list(state.tensors), "parts": parts}
 
 
@@ -230,7 +230,7 @@ def _read(file: BinaryIO, name: str) -> State:
         raise _UnreadableError("it is too short, or its beginning is not that of a safetensors file")
     header = file.read(length)
     try:
-        entries = parsed(header.decode())
+        entries = parse_json(header.decode())
     except ValueError as error:
         raise _UnreadableError(f"its header is no JSON ({error})") from error
     if not isinstance(entries, dict):
@@ -240,7 +240,7 @@ def _read(file: BinaryIO, name: str) -> State:
     if not isinstance(metadata, dict) or not isinstance(metadata.get("lapwing"), str):
         raise _ForeignError("it has no state of Lapwing in its metadata")
     try:
-        root = parsed(metadata["lapwing"])
+        root = parse_json(metadata["lapwing"])
     except ValueError as error:
         raise _ForeignError(f"its state is no JSON ({error})") from error
     seen = root.get("name") if isinstance(root, dict) else type(root).__name__
@@ -261,7 +261,7 @@ def _read(file: BinaryIO, name: str) -> State:
             raise _DamagedError(f"{key!r} has values that are neither true nor false")
     if digest.hexdigest() != checksum:
         raise _DamagedError("its contents do not match their checksum")
-    state = _unflattened(root, "", tensors)
+    state = _unflatten(root, "", tensors)
     if tensors:
         raise _DamagedError(f"no part of it has the tensors {list(tensors)[:3]}")
     return state
@@ -287,7 +287,7 @@ def _places(entries: Mapping[str, Any], size: int) -> dict[str, tuple[torch.dtyp
     return places
 
 
-def _unflattened(node: Any, prefix: str, tensors: dict[str, Tensor]) -> State:
+def _unflatten(node: Any, prefix: str, tensors: dict[str, Tensor]) -> State:
     """Return the state of a node, with its tensors taken out of ``tensors``."""
     kinds = {"name": str, "settings": dict, "tensors": list, "parts": dict}
     if not isinstance(node, dict) or {key: type(value) for key, value in node.items()} != kinds:
@@ -297,14 +297,14 @@ def _unflattened(node: Any, prefix: str, tensors: dict[str, Tensor]) -> State:
         if not isinstance(key, str) or f"{prefix}{key}" not in tensors:
             raise _DamagedError(f"the tensor {f'{prefix}{key}'!r:.80} is missing")
         taken[key] = tensors.pop(f"{prefix}{key}")
-    parts = {key: _unflattened(part, f"{prefix}{key}.", tensors) for key, part in node["parts"].items()}
+    parts = {key: _unflatten(part, f"{prefix}{key}.", tensors) for key, part in node["parts"].items()}
     return State(node["name"], node["settings"], taken, parts)
 
 
-def parsed(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Return JSON as plain data; raise ``ValueError`` if it is wrong, nested too deeply, or has a key twice.
 
-    >>> parsed('{"a": [1, 2.5, null]}')
+    >>> parse_json('{"a": [1, 2.5, null]}')
     {'a': [1, 2.5, None]}
     """
     depth = 0

@@ -76,7 +76,7 @@ def budget(device: torch.device | str | None = None) -> int:
     67108864
     """
     given = _block.get() or _limit()
-    return given if given is not None else _by_what_is_free(torch.device("cpu" if device is None else device))
+    return given if given is not None else _share_of_what_is_free(torch.device("cpu" if device is None else device))
 
 
 def limit(size: int | str | None) -> None:
@@ -127,7 +127,7 @@ def working_memory(device: torch.device) -> int:
 
 
 def batch_size_for(count: int, each: int, device: torch.device, share: float = PIECE) -> int:
-    """Return how many of ``count`` pieces of ``each`` bytes fit into a share of ``working``: at least one.
+    """Return how many of ``count`` pieces of ``each`` bytes fit into a share of ``working_bytes``: at least one.
 
     >>> with limited(4000):
     ...     batch_size_for(7, 300, torch.device("cpu")), batch_size_for(7, 5000, torch.device("cpu"))
@@ -139,7 +139,7 @@ def batch_size_for(count: int, each: int, device: torch.device, share: float = P
 def chunks(
     count: int, each: int, device: torch.device, share: float = PIECE, most: int | None = None
 ) -> Iterator[slice]:
-    """Yield ``count`` pieces of ``each`` bytes in runs of even size that fit into a share of ``working``.
+    """Yield ``count`` pieces of ``each`` bytes in runs of even size that fit into a share of ``working_bytes``.
 
     A run has at most ``most`` pieces, and at least one, however large it is.
 
@@ -210,7 +210,7 @@ def _limit() -> int | None:
         return _process[0]
 
 
-def _by_what_is_free(device: torch.device) -> int:
+def _share_of_what_is_free(device: torch.device) -> int:
     """Return the default of a device. What is free is read again only after a while: it takes a system call."""
     now = time.monotonic()
     with _LOCK:

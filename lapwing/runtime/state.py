@@ -61,7 +61,7 @@ class Field:
         raise NotImplementedError
 
 
-def refused(seen: Any, expected: str) -> FileError:
+def refusal(seen: Any, expected: str) -> FileError:
     """Return the error for a value that is not as expected."""
     return FileError(f"is {seen!r:.60}; expected {expected}")
 
@@ -75,9 +75,9 @@ class Real(Field):
 
     def read(self, value: Any, known: Known) -> Any:
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise refused(value, "a number")
+            raise refusal(value, "a number")
         if not self.least <= value <= self.most:
-            raise refused(value, f"a number from {self.least:g} to {self.most:g}")
+            raise refusal(value, f"a number from {self.least:g} to {self.most:g}")
         return value
 
 
@@ -95,9 +95,9 @@ class Whole(Field):
 
     def read(self, value: Any, known: Known) -> Any:
         if type(value) is not int or not self.least <= value <= self.most:
-            raise refused(value, f"a whole number from {self.least} to {self.most}")
+            raise refusal(value, f"a whole number from {self.least} to {self.most}")
         if not known.fits(value, self.size):
-            raise refused(value, f"{known.lengths[str(self.size)]}")
+            raise refusal(value, f"{known.lengths[str(self.size)]}")
         return value
 
 
@@ -107,7 +107,7 @@ class Flag(Field):
 
     def read(self, value: Any, known: Known) -> Any:
         if not isinstance(value, bool):
-            raise refused(value, "true or false")
+            raise refusal(value, "true or false")
         return value
 
 
@@ -119,7 +119,7 @@ class Text(Field):
 
     def read(self, value: Any, known: Known) -> Any:
         if not isinstance(value, str) or (self.choices and value not in self.choices):
-            raise refused(value, f"one of {', '.join(self.choices)}" if self.choices else "a text")
+            raise refusal(value, f"one of {', '.join(self.choices)}" if self.choices else "a text")
         return value
 
 
@@ -132,7 +132,7 @@ class ListOf(Field):
 
     def read(self, value: Any, known: Known) -> Any:
         if not isinstance(value, list | tuple) or not known.fits(len(value), self.length):
-            raise refused(value, "a list" + (f" of length {self.length}" if self.length is not None else ""))
+            raise refusal(value, "a list" + (f" of length {self.length}" if self.length is not None else ""))
         return tuple(self.item.read(item, known) for item in value)
 
 
@@ -144,7 +144,7 @@ class MapOf(Field):
 
     def read(self, value: Any, known: Known) -> Any:
         if not isinstance(value, Mapping):
-            raise refused(value, "a mapping")
+            raise refusal(value, "a mapping")
         return {key: self.item.read(item, known) for key, item in value.items()}
 
 
@@ -160,9 +160,9 @@ class Record(Field):
     def read(self, value: Any, known: Known) -> Any:
         needed = {name for name, each in self.fields.items() if not isinstance(each, Later)}
         if not isinstance(value, Mapping) or not needed <= set(value) <= set(self.fields):
-            raise refused(value, f"exactly the keys {', '.join(self.fields)}")
+            raise refusal(value, f"exactly the keys {', '.join(self.fields)}")
         present = {name: each for name, each in self.fields.items() if name in value}
-        return self.build(**{name: _named(name, each, value[name], known) for name, each in present.items()})
+        return self.build(**{name: _read_named(name, each, value[name], known) for name, each in present.items()})
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Admitted(Field):
 
     def read(self, value: Any, known: Known) -> Any:
         if not (_is_moderate(value) and self.rule.admits(value)):
-            raise refused(value, self.rule.expected)
+            raise refusal(value, self.rule.expected)
         return tuple(value) if isinstance(value, list) else value
 
 
@@ -276,7 +276,7 @@ class Either(Field):
         raise FileError(", or ".join(errors))
 
 
-def _named(name: str, field: Field, value: Any, known: Known) -> Any:
+def _read_named(name: str, field: Field, value: Any, known: Known) -> Any:
     """Return the checked value; an error says the name."""
     try:
         return field.read(value, known)
@@ -381,7 +381,7 @@ class State:
         for name, each in fields.items():
             source = sources[each.place]
             if not isinstance(each, Later) or name in source:
-                values[name] = _named(f"{name} of {self.name}", each, source.get(name), known)
+                values[name] = _read_named(f"{name} of {self.name}", each, source.get(name), known)
         return values
 
 
@@ -529,13 +529,13 @@ class PartOf(Field):
         cls = class_named(value.name)
         words = " or ".join(kind.__name__ for kind in self.kinds)
         if not any(_has_members(cls, kind) for kind in self.kinds):
-            raise refused(value.name, f"the name of a {words}")
+            raise refusal(value.name, f"the name of a {words}")
         value = replace(value, known=known.within_parts)
         given = self.given if self.given or known.owner is None else (known.owner,)
         try:
             inspect.signature(cls.from_state).bind(value, *given)
         except TypeError as error:
-            raise refused(value.name, f"the name of a {words}") from error
+            raise refusal(value.name, f"the name of a {words}") from error
         return cls.from_state(value, *given)
 
 
@@ -564,10 +564,10 @@ def on_device(value: T, device: torch.device, keep: nn.Module | None = None) -> 
     >>> on_device({"a": torch.ones(2), "b": (1, "text")}, torch.device("meta"))["a"].device
     device(type='meta')
     """
-    return _transferred(value, device, {} if keep is None else {id(keep): (keep, keep)})
+    return _transfer(value, device, {} if keep is None else {id(keep): (keep, keep)})
 
 
-def _transferred(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
+def _transfer(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
     """Return the value on the device.
 
     ``done`` maps addresses to values and their copies. It keeps the values, so that no address is used twice.
@@ -577,12 +577,12 @@ def _transferred(value: Any, device: torch.device, done: dict[int, tuple[Any, An
     if isinstance(value, Tensor):
         return value.to(device)
     if id(value) not in done:
-        done[id(value)] = (value, _rebuilt(value, device, done))
+        done[id(value)] = (value, _rebuild(value, device, done))
     return done[id(value)][1]
 
 
-def _rebuilt(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
-    move = lambda part: _transferred(part, device, done)
+def _rebuild(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
+    move = lambda part: _transfer(part, device, done)
     if isinstance(value, nn.Module):
         return copy.deepcopy(value).to(device)
     if isinstance(value, partial):
@@ -594,7 +594,7 @@ def _rebuilt(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]])
     if isinstance(value, Mapping):
         return type(value)({key: move(part) for key, part in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple | list):
-        return rebuilt(value, [move(part) for part in value])
+        return rebuild(value, [move(part) for part in value])
     return value
 
 
@@ -622,6 +622,6 @@ class Latest(Generic[K, V]):
         return entry[1]
 
 
-def rebuilt(sequence: Any, values: list[Any]) -> Any:
+def rebuild(sequence: Any, values: list[Any]) -> Any:
     """Return the same kind of tuple or list with other values; named tuples take them one by one."""
     return type(sequence)(*values) if hasattr(sequence, "_fields") else type(sequence)(values)

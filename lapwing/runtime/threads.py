@@ -140,7 +140,7 @@ REENTRANT = "CheckpointFunction"  # names in torch.utils.checkpoint, where its p
 OTHER = "_checkpoint_without_reentrant_generator"
 
 
-def _inside() -> bool:
+def _is_inside() -> bool:
     return getattr(_here, "depth", 0) > 0
 
 
@@ -151,14 +151,14 @@ class _Reentrant:
         self._original = original
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args) if _inside() else self._original.apply(function, preserve, *args)
+        return function(*args) if _is_inside() else self._original.apply(function, preserve, *args)
 
 
 def _other(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
     """Return a generator in place of the one that drops what is saved between its start and its end."""
 
     def run(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if _inside():
+        if _is_inside():
             yield
         else:
             yield from original(*args, **kwargs)
@@ -167,7 +167,7 @@ def _other(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[No
 
 
 @contextmanager
-def _replaced() -> Iterator[None]:
+def _replace_checkpoints() -> Iterator[None]:
     module = torch.utils.checkpoint
     kinds: dict[str, Callable[[Any], Any]] = {REENTRANT: _Reentrant, OTHER: _other}
     before = {name: getattr(module, name) for name in kinds if hasattr(module, name)}
@@ -180,7 +180,7 @@ def _replaced() -> Iterator[None]:
             setattr(module, name, original)
 
 
-_switch = Switch(_replaced)
+_switch = Switch(_replace_checkpoints)
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def _own() -> _Waiting | None:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Note Ctrl-C until ``poll`` or the end of the outermost such block; in other threads do nothing."""
     global _waiting
     outer = _waiting is None and threading.current_thread() is threading.main_thread()
@@ -254,7 +254,7 @@ def poll() -> None:
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
+def allow_interrupts() -> Iterator[None]:
     """Raise ``KeyboardInterrupt`` at once while code of the user runs that may take any time, such as a loader."""
     poll()
     waiting = _own()
@@ -276,7 +276,7 @@ _SHOWING: ContextVar[bool] = ContextVar("showing", default=False)
 
 
 @contextmanager
-def showing(visible: bool) -> Iterator[None]:
+def show_inner_progress(visible: bool) -> Iterator[None]:
     """Let computations that know no data show their progress meanwhile, in this thread."""
     token = _SHOWING.set(visible)
     try:
@@ -285,25 +285,25 @@ def showing(visible: bool) -> Iterator[None]:
         _SHOWING.reset(token)
 
 
-def shows_progress(progress: bool | None) -> bool:
+def should_show_progress(progress: bool | None) -> bool:
     """Return whether to show progress bars; None means: only on a terminal."""
     (FLAG | NONE).check("progress", progress)
     return sys.stderr.isatty() if progress is None else progress
 
 
-def shows_inner_progress(call: Call) -> Call:
+def with_inner_progress(call: Call) -> Call:
     """Decorate a function with an argument ``progress``: computations inside show theirs if it says so."""
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with showing(shows_progress(kwargs.get("progress"))):
+        with show_inner_progress(should_show_progress(kwargs.get("progress"))):
             return call(*args, **kwargs)
 
     return cast(Call, run)
 
 
 def is_showing() -> bool:
-    """Return whether progress is shown: inside ``showing(True)``."""
+    """Return whether progress is shown: inside ``show_inner_progress(True)``."""
     return _SHOWING.get()
 
 

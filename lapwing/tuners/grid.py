@@ -59,10 +59,10 @@ def beliefs_by_chunk(
         if prefers_draws(wide, network, likelihood, x):
             stored = [each.n_stored() if each in wide else 0 for each in members]
             numbers = [range(SCORED if n is None else min(SCORED, n)) for n in stored]
-            chunks = _by_functions(members, x, numbers, kept)
+            pieces = _by_functions(members, x, numbers, kept)
         else:
-            chunks = (_by_one_jacobian if one_by_one else _by_shared_passes)(members, x)
-        for rows, beliefs in chunks:
+            pieces = (_by_one_jacobian if one_by_one else _by_shared_passes)(members, x)
+        for rows, beliefs in pieces:
             yield y[rows], batch.weights_of(rows), beliefs
 
 

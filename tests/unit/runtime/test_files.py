@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.errors import FileError, UnsupportedError
-from lapwing.runtime.files import DTYPES, parsed, read, write, write_atomically
+from lapwing.runtime.files import DTYPES, parse_json, read, write, write_atomically
 from lapwing.runtime.state import State
 from lapwing.runtime.threads import without_checkpoints
 from tests.attack.damage import Contents
@@ -241,11 +241,11 @@ def test_spaces_count_too(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_odd_json(text: str, word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        parsed(text)
+        parse_json(text)
 
 
 def test_brackets_in_texts_are_not_nesting() -> None:
-    assert parsed('["' + "[" * 1000 + '\\"{"]') == ["[" * 1000 + '"{']
+    assert parse_json('["' + "[" * 1000 + '\\"{"]') == ["[" * 1000 + '"{']
 
 
 def test_what_a_file_cannot_hold(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.runtime import threads as interrupts
-from lapwing.runtime.threads import at_once, deferred, poll
+from lapwing.runtime.threads import allow_interrupts, defer_interrupts, poll
 from tests.attack.interrupts import attack
 
 
@@ -36,8 +36,8 @@ def test_raised_at_the_end_of_the_outermost_block() -> None:
     steps = []
 
     def call() -> None:
-        with deferred():
-            with deferred():
+        with defer_interrupts():
+            with defer_interrupts():
                 ctrl_c()
                 steps.append("inside")
             steps.append("between")
@@ -49,18 +49,18 @@ def test_raised_at_the_end_of_the_outermost_block() -> None:
 
 
 def test_raised_by_poll_and_where_code_of_the_user_runs() -> None:
-    for raising in (poll, lambda: at_once().__enter__()):
-        with deferred():
+    for raising in (poll, lambda: allow_interrupts().__enter__()):
+        with defer_interrupts():
             ctrl_c()
             with pytest.raises(KeyboardInterrupt):
                 raising()
-    with deferred(), pytest.raises(KeyboardInterrupt), at_once():
+    with defer_interrupts(), pytest.raises(KeyboardInterrupt), allow_interrupts():
         ctrl_c()
 
 
 def test_a_second_one_is_raised_at_once_if_nothing_happened_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "PATIENCE", 0.01)
-    with deferred():
+    with defer_interrupts():
         ctrl_c()
         time.sleep(0.02)
         with pytest.raises(KeyboardInterrupt):
@@ -72,13 +72,13 @@ def test_handlers_of_the_user_are_called_and_kept() -> None:
     handler = lambda number, frame: calls.append(number)
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with deferred():
+        with defer_interrupts():
             ctrl_c()
             assert not calls
         assert calls == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) is handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with deferred():
+        with defer_interrupts():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -88,7 +88,7 @@ def test_other_threads_do_nothing() -> None:
     handlers: list[Any] = []
 
     def work() -> None:
-        with deferred(), at_once():
+        with defer_interrupts(), allow_interrupts():
             poll()
             handlers.append(signal.getsignal(signal.SIGINT))
 

@@ -21,7 +21,7 @@ from lapwing.runtime.threads import (
     math_attention,
     own_kernels,
     quiet,
-    shows_progress,
+    should_show_progress,
     undisturbed,
 )
 from tests.attack.surroundings import settings
@@ -236,9 +236,9 @@ def test_without_tqdm_it_yields_all_the_same(
 @pytest.mark.parametrize("terminal", [False, True])
 def test_bars_are_for_terminals_unless_asked_for(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    assert shows_progress(None) is terminal
-    assert shows_progress(True)
-    assert not shows_progress(False)
+    assert should_show_progress(None) is terminal
+    assert should_show_progress(True)
+    assert not should_show_progress(False)
 
 
 # Early stopping: the best state on held-out data.
