@@ -9,7 +9,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +42,7 @@ from lapwing.compare import compare, evaluate, kind_of
 from lapwing.data.streams import InputStream
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
+from lapwing.predictives.base import LabelPredictive, NumberPredictive
 from lapwing.registry import LIKELIHOODS, METHODS, named
 from lapwing.runtime.settings import NONE, POSITIVE, one_of
 from lapwing.runtime.threads import should_show_progress
@@ -176,7 +176,7 @@ def worse_than_chance(posterior: Fitted) -> list[str]:
     ]
 
 
-def facts_of(posterior: Fitted) -> dict[str, Any]:
+def facts_of(posterior: Fitted) -> dict[str, object]:
     """Return what a posterior says of itself, as plain data."""
     trace, selection = posterior.trace, posterior.network.selection
     return {
@@ -273,7 +273,9 @@ def run_predict(arguments: Namespace) -> Outcome:
     return Outcome(f"{data.described}\n{rows} predictions written to {arguments.out}: {', '.join(columns)}", facts)
 
 
-def predictions(posterior: Fitted, batches: Iterable[Any], level: float, key: str | None = None) -> dict[str, Tensor]:
+def predictions(
+    posterior: Fitted, batches: Iterable[object], level: float, key: str | None = None
+) -> dict[str, Tensor]:
     """Return the predictions of all rows by name, in order, (N, ...).
 
     Args:
@@ -294,7 +296,7 @@ def predictions(posterior: Fitted, batches: Iterable[Any], level: float, key: st
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _of_labels(predictive: Any, posterior: Fitted) -> dict[str, Tensor]:
+def _of_labels(predictive: LabelPredictive, posterior: Fitted) -> dict[str, Tensor]:
     """Return the class where there is one out of several, the probabilities, and two measures of doubt in nats."""
     probs = predictive.probs
     choice = (
@@ -305,7 +307,7 @@ def _of_labels(predictive: Any, posterior: Fitted) -> dict[str, Tensor]:
     return {**choice, "probability": _narrow(probs), "entropy": predictive.entropy, "epistemic": predictive.epistemic}
 
 
-def _of_numbers(predictive: Any, level: float) -> dict[str, Tensor]:
+def _of_numbers(predictive: NumberPredictive, level: float) -> dict[str, Tensor]:
     """Return means, standard deviations and intervals of targets, and the part of the deviation that is not noise."""
     low, high = predictive.interval(level)
     columns = {
@@ -320,7 +322,7 @@ def _narrow(values: Tensor) -> Tensor:
     return values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values
 
 
-def _refuse_same(kept: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+def _refuse_same(kept: Mapping[str, object], arrays: Mapping[str, object]) -> None:
     for name in kept:
         if name in arrays:
             raise DataError(f"--keep names {name!r}, and a prediction has that name too; expected others. Rename it.")

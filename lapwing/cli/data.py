@@ -197,13 +197,13 @@ PROBED = 2  # rows on which the network is tried
 class Given:
     """Data as batches, with what is known of them: ``rows`` where they can be counted, and the names of classes."""
 
-    batches: Iterable[Any]
+    batches: Iterable[object]
     described: str
     rows: int | None = None
     classes: tuple[str, ...] = ()
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The same as plain data."""
         return {"described": self.described, "rows": self.rows, "classes": list(self.classes) or None}
 
@@ -255,7 +255,7 @@ class Reader:
         """The names of the classes that were given, now or for the fit."""
         return self.roles.classes or self.known.classes
 
-    def columns(self, given: str, names: tuple[str, ...]) -> dict[str, list[Any]]:
+    def columns(self, given: str, names: tuple[str, ...]) -> dict[str, list[object]]:
         """Return whole columns of a table, as they are in its file.
 
         Raises:
@@ -265,7 +265,7 @@ class Reader:
         kind = READERS.get(path.suffix.lower())
         if kind is None or not kind.has_columns:
             raise DataError(f"{given} has no columns to keep; expected a .csv or .parquet file. Leave out --keep.")
-        whole: dict[str, list[Any]] = {name: [] for name in names}
+        whole: dict[str, list[object]] = {name: [] for name in names}
         for block in kind(path, names).blocks(self.size):
             for name, column in whole.items():
                 part = block[name]
@@ -315,7 +315,7 @@ class Reader:
 
     def _loader(self, path: str, option: str) -> Given:
         found = import_object(path, option)
-        made = found if is_data(found) or not callable(found) else call_factory(found, path, option)
+        made: Any = found if is_data(found) or not callable(found) else call_factory(found, path, option)
         if not is_data(made):
             raise UnsupportedError(
                 f"{option} is {path!r}, which gives {describe(made)}; expected a DataLoader, a Dataset or a list of "

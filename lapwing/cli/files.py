@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, ClassVar
 
 import torch
@@ -51,7 +52,7 @@ class DataFile:
         raise NotImplementedError
 
 
-def optional(module: str, path: Path, install: str) -> Any:
+def optional(module: str, path: Path, install: str) -> ModuleType:
     """Return a module that some files need; raise with the command that installs it."""
     try:
         return import_module(module)
@@ -351,7 +352,7 @@ def _open_parquet(path: Path) -> Iterator[Any]:
 
 READERS: dict[str, type[DataFile]] = {".npz": NpzFile, ".csv": CsvFile, ".parquet": ParquetFile}
 
-Values = Tensor | list[Any]  # numbers with the rows first, or a column of any values
+Values = Tensor | list[object]  # numbers with the rows first, or a column of any values
 ROWS = 4096  # of a csv file in one piece
 
 
@@ -404,7 +405,7 @@ def _texts(values: Values) -> list[str]:
 def _write_parquet(path: Path, arrays: Mapping[str, Values], classes: tuple[str, ...]) -> list[str]:
     arrow, parquet = optional("pyarrow", path, PARQUET), optional("pyarrow.parquet", path, PARQUET)
     columns = columns_of(arrays, classes, path)
-    content: dict[str, Any] = {n: v if isinstance(v, list) else v.contiguous().numpy() for n, v in columns.items()}
+    content = {n: v if isinstance(v, list) else v.contiguous().numpy() for n, v in columns.items()}
     buffer = io.BytesIO()
     parquet.write_table(arrow.table(content), buffer)
     write_atomically(path, [buffer.getbuffer()])

@@ -8,10 +8,10 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def working_folder_first() -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def import_object(path: str, option: str) -> Any:
+def import_object(path: str, option: str) -> object:
     """Return the object at an import path.
 
     Args:
@@ -56,7 +56,7 @@ def import_object(path: str, option: str) -> Any:
         meant = module_name.removesuffix(".py").strip("./").replace("/", ".")
         example = f"{meant or 'package.module'}:{name or 'factory'}"
         raise UnsupportedError(f"{option} is {path!r}; expected an import path such as {example}.")
-    found = _module(module_name, option)
+    found: object = _module(module_name, option)
     for part in name.split("."):
         if not hasattr(found, part):
             public = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
@@ -68,7 +68,7 @@ def import_object(path: str, option: str) -> Any:
     return found
 
 
-def _module(name: str, option: str) -> Any:
+def _module(name: str, option: str) -> ModuleType:
     """Import a module; tell one that does not exist from one that fails."""
     try:
         return importlib.import_module(name)
@@ -89,7 +89,7 @@ def _module(name: str, option: str) -> Any:
         raise UserCodeError(_failure(f"the import of {name}", error)) from error
 
 
-def call_factory(function: Callable[[], Any], path: str, option: str) -> Any:
+def call_factory(function: Callable[[], object], path: str, option: str) -> object:
     """Return what the user's function returns.
 
     Raises:
@@ -109,7 +109,7 @@ def call_factory(function: Callable[[], Any], path: str, option: str) -> Any:
         raise UserCodeError(_failure(path, error)) from error
 
 
-def _required_arguments(function: Callable[..., Any]) -> list[str]:
+def _required_arguments(function: Callable[..., object]) -> list[str]:
     """Return the names of the arguments that have no default."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -147,7 +147,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in content.items()}
 
 
-def _torch(path: Path) -> Any:
+def _torch(path: Path) -> object:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -162,7 +162,7 @@ def _torch(path: Path) -> Any:
         raise FileError(f"{path} is no file of weights, or damaged ({type(error).__name__}). {REMEDY}") from error
 
 
-def _safetensors(path: Path) -> Any:
+def _safetensors(path: Path) -> object:
     try:
         from safetensors.torch import load_file
     except ImportError as error:
@@ -207,7 +207,7 @@ def _without_prefix(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> M
     return given
 
 
-def _shorten(names: list[Any]) -> str:
+def _shorten(names: Sequence[object]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(map(str, names[:SHOWN])) + more
 
@@ -236,7 +236,7 @@ def import_model(path: str, weights: Path | None, device: torch.device, trained:
 
 def _build_model(path: str) -> nn.Module:
     factory = import_object(path, "MODEL")
-    made = factory if isinstance(factory, nn.Module) else None
+    made: object = factory if isinstance(factory, nn.Module) else None
     if made is None and callable(factory):
         made = call_factory(factory, path, "MODEL")
     if not isinstance(made, nn.Module):

@@ -32,7 +32,7 @@ class Outcome:
     """What a command prints: ``text``, or with ``--json`` the ``facts`` as an object."""
 
     text: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
 
     def to_json(self, command: str) -> str:
         """Return the facts as one JSON object, after the command and the versions. Numbers that JSON lacks are null.
@@ -44,7 +44,7 @@ class Outcome:
         return json.dumps(plain({"command": command, "versions": versions, **self.facts}), indent=2, allow_nan=False)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return a value as JSON can hold it: tensors become lists, paths become text, numbers that are not finite None.
 
     >>> plain({"mean": torch.tensor([1.0, float("inf")]), "out": Path("net.lapwing")})

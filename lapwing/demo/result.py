@@ -10,11 +10,16 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import lapwing
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Versions of everything that could change the numbers.
 VERSIONS = {"python": platform.python_version(), "torch": str(torch.__version__), "lapwing": lapwing.__version__}
@@ -54,7 +59,7 @@ class Result:
         return cls(rows=rows, notes=tuple(fields.pop("notes")), **fields)
 
 
-def plain(settings: Any) -> dict[str, Any]:
+def plain(settings: DataclassInstance) -> dict[str, Any]:
     """Return a settings dataclass as JSON would give it back: tuples become lists, paths become text."""
     fields: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
     return fields
@@ -130,12 +135,12 @@ TOTAL, EPISTEMIC = "#fddbb0", "#7fb8dc"
 NORMAL_95 = 1.959964  # a normal variable is within this many standard deviations of its mean with probability 95 %
 
 
-def save(figure: Any, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Write the figure as a PNG file."""
     figure.savefig(path, dpi=150)
 
 
-def share_vertical_range(axes: Sequence[Any]) -> None:
+def share_vertical_range(axes: Sequence[Axes]) -> None:
     """Give all axes the same vertical range."""
     limits = [axis.get_ylim() for axis in axes]
     for axis in axes:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,10 @@ from lapwing.demo.training import (
 )
 from lapwing.plots import INK, AnswerProbabilities, fit_frame, new_figure, reliability, shade
 from lapwing.plots import PLAIN as PLAIN_COLOUR
+from lapwing.predictives.base import LabelPredictive
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 BINS = 10  # of the reliability diagrams
 
@@ -100,7 +104,9 @@ def shuffle_pixels(x: Tensor, seed: int) -> Tensor:
     return x.gather(1, order)
 
 
-def _label_scores(posterior: lw.Fitted, predictive: Any, x: Tensor, y: Tensor, strange: Tensor) -> dict[str, float]:
+def _label_scores(
+    posterior: lw.Fitted, predictive: LabelPredictive, x: Tensor, y: Tensor, strange: Tensor
+) -> dict[str, float]:
     """Return the scores of predictions for test images, and whether strange ones are told from these."""
     by = default_score(posterior)
     return {
@@ -111,7 +117,7 @@ def _label_scores(posterior: lw.Fitted, predictive: Any, x: Tensor, y: Tensor, s
     }
 
 
-def draw_reliability(axis: Any, result: Result, task: str, names: Sequence[str]) -> None:
+def draw_reliability(axis: Axes, result: Result, task: str, names: Sequence[str]) -> None:
     """Draw how often predictions are right against how confident they are, over the test images of all repeats."""
     drawn, title = {}, [f"{task}:"]
     for name in names:
@@ -215,7 +221,7 @@ def curve(x: Tensor) -> Tensor:
     return torch.sin(2 * x) + 0.3 * x
 
 
-def draw_bands(axis: Any, result: Result) -> None:
+def draw_bands(axis: Axes, result: Result) -> None:
     """Draw the data, the true curve, and the 95 % intervals with error bars and of the plain network."""
     arrays = result.arrays
     grid = arrays["grid"]

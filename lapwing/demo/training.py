@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing import metrics
+from lapwing.predictives.base import NumberPredictive
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 Batches = list[tuple[Tensor, Tensor]]
@@ -209,7 +210,7 @@ def predict(fitted: lw.Fitted, table: SplitTable) -> dict[str, Tensor]:
         return columns | {"log_density": standardised.log_prob(y) - units.std.log()}
 
 
-def crps(predictive: Any, y: Tensor) -> Tensor:
+def crps(predictive: NumberPredictive, y: Tensor) -> Tensor:
     """Return the continuous ranked probability score of every target, (B, 1), from the predictive's cdf.
 
     It is the integral of F² below the target and of (1 - F)² above it, by the trapezoidal rule at points whose
