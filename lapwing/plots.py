@@ -22,7 +22,8 @@ from lapwing.metrics import RiskCoverage, calibration, coverage
 from lapwing.metrics import risk_coverage as selective_risk
 from lapwing.posteriors.base import Posterior
 from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, describe, integer
-from lapwing.values.arrays import listed, numbers
+from lapwing.runtime.trace import Trace
+from lapwing.values.arrays import Values, listed, numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -304,7 +305,7 @@ def observed_coverage(prediction: Any, y: Any, levels: Sequence[float] = LEVELS)
     return [coverage(low, high, y) for low, high in ends]
 
 
-def as_outputs(prediction: Any, y: Any) -> Tensor:
+def as_outputs(prediction: Any, y: Values) -> Tensor:
     """Return targets in the shape of the mean; a single output may come without its dimension."""
     mean, y = prediction.mean, numbers("y", y)
     if (*y.shape, 1) != mean.shape and y.shape != mean.shape:
@@ -328,10 +329,10 @@ def risk_of(prediction: Any, y: Any) -> RiskCoverage:
 
 def band(
     prediction: Any,
-    x: Any,
+    x: Values,
     *,
     level: float = 0.95,
-    data: tuple[Any, Any] | None = None,
+    data: tuple[Values, Values] | None = None,
     output: int = 0,
     ax: Axes | None = None,
 ) -> Axes:
@@ -396,9 +397,12 @@ def band(
     return ax
 
 
-def shade(ax: Axes, x: list[float], low: list[float], high: list[float], alpha: float = 0.3, **settings: Any) -> None:
+def shade(
+    ax: Axes, x: list[float], low: list[float], high: list[float], alpha: float = 0.3, **settings: object
+) -> None:
     """Fill the area between two curves; by default in the colour of a posterior."""
-    ax.fill_between(x, low, high, **{"color": POSTERIOR, "alpha": alpha, "linewidth": 0, **settings})
+    style: dict[str, Any] = {"color": POSTERIOR, "alpha": alpha, "linewidth": 0, **settings}
+    ax.fill_between(x, low, high, **style)
 
 
 def fit_frame(ax: Axes, values: Tensor, x: Tensor | None = None, y: Tensor | None = None) -> None:
@@ -412,7 +416,7 @@ def fit_frame(ax: Axes, values: Tensor, x: Tensor | None = None, y: Tensor | Non
     ax.set(xlim=(low, high), ylim=(float(values.min()) - margin, float(values.max()) + margin))
 
 
-def column(name: str, x: Any) -> Tensor:
+def column(name: str, x: Values) -> Tensor:
     """Return one number for each input, (B,), in float64; raise if there are several."""
     x = numbers(name, x).double().cpu()
     if x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[1] != 1) or not len(x):
@@ -420,13 +424,13 @@ def column(name: str, x: Any) -> Tensor:
     return x.reshape(-1)
 
 
-def _targets(y: Any, output: int) -> Tensor:
+def _targets(y: Values, output: int) -> Tensor:
     """Return the targets (B,) of one output."""
     y = numbers("y of the data", y).double().cpu()
     return y.reshape(len(y), -1)[:, output]
 
 
-def grid(x: Any, points: int = 60, margin: float = 0.3) -> Tensor:
+def grid(x: Values, points: int = 60, margin: float = 0.3) -> Tensor:
     """Return inputs on a regular grid around some inputs, for ``band`` and ``confidence_map``.
 
     Args:
@@ -456,7 +460,9 @@ def grid(x: Any, points: int = 60, margin: float = 0.3) -> Tensor:
     return made.to(x)
 
 
-def confidence_map(prediction: Any, x: Any, *, data: tuple[Any, Any] | None = None, ax: Axes | None = None) -> Axes:
+def confidence_map(
+    prediction: Any, x: Values, *, data: tuple[Values, Values] | None = None, ax: Axes | None = None
+) -> Axes:
     """Draw, over two inputs, the confidence of a classifier, or the standard deviation of predicted numbers.
 
     Args:
@@ -586,7 +592,7 @@ class EvidenceCurve:
     factors: bool  # whether these are factors on several precisions
 
     @classmethod
-    def of(cls, posterior: Any, precisions: Any = None) -> EvidenceCurve:
+    def of(cls, posterior: Any, precisions: Sequence[float] | Tensor | None = None) -> EvidenceCurve:
         """Compute the evidence; by default for a thousandth to a thousand times the precision of the posterior.
 
         Cost: a factorisation of the precision for each; no pass over the data.
@@ -607,7 +613,7 @@ class EvidenceCurve:
         return cls(tuple(chosen), tuple(map(float, each)), unit, several)
 
 
-def evidence_curve(result: Any, precisions: Any = None, *, ax: Axes | None = None) -> Axes:
+def evidence_curve(result: Any, precisions: Sequence[float] | Tensor | None = None, *, ax: Axes | None = None) -> Axes:
     """Draw the log evidence against the precision of the prior; a line marks the precision of the posterior.
 
     Args:
@@ -677,7 +683,7 @@ def trace(result: Any, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def trace_with_steps(result: Any) -> Any:
+def trace_with_steps(result: Any) -> Trace | None:
     """Return the first trace with steps: the one given, that of the posterior, or that of what it varies; or None."""
     base = getattr(result, "base", None)
     for record in (result, getattr(result, "trace", None), getattr(base, "trace", None)):
@@ -689,7 +695,7 @@ def trace_with_steps(result: Any) -> Any:
 BAND_LEVEL = 0.95  # of error bars and bands that show how far chance alone goes
 
 
-def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Axes | None = None) -> Axes:
+def reliability(prediction: Any, y: Values | None = None, *, bins: int = 10, ax: Axes | None = None) -> Axes:
     """Draw how often predictions come true against their probability; on the diagonal they are calibrated.
 
     Error bars are 95 % intervals of the share, from the number of predictions in the bin. Bins with less than one in
@@ -734,7 +740,7 @@ def reliability(prediction: Any, y: Any = None, *, bins: int = 10, ax: Axes | No
     return ax
 
 
-def intervals(prediction: Any, y: Any = None, *, ax: Axes | None = None) -> Axes:
+def intervals(prediction: Any, y: Values | None = None, *, ax: Axes | None = None) -> Axes:
     """Draw the share of targets inside central intervals against the probability of these; ideal is the diagonal.
 
     The grey band has 95 % of calibrated predictions of as many independent targets.
@@ -773,7 +779,7 @@ def intervals(prediction: Any, y: Any = None, *, ax: Axes | None = None) -> Axes
     return ax
 
 
-def risk_coverage(prediction: Any, y: Any = None, *, ax: Axes | None = None) -> Axes:
+def risk_coverage(prediction: Any, y: Values | None = None, *, ax: Axes | None = None) -> Axes:
     """Draw the error of the answers that remain when the most uncertain inputs are left unanswered.
 
     Args:
