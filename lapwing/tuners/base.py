@@ -453,15 +453,15 @@ def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) 
     >>> bool(lw.tuners.evidence_bound(posterior, [(x, x.sin())], block=10) < posterior.log_evidence())
     True
     """
-    core = getattr(posterior, "posterior", posterior)  # the posterior inside the result of fit, or the one given
+    core = getattr(posterior, "base", posterior)  # of the result of fit, or of a posterior: a mixture has no weights
     Rule("a posterior that fit() made", lambda v: hasattr(v, "problem")).check("posterior", core)
     integer().check("block", block)
     network = core.problem.network
     refuse_training_mode(network.model)
-    if core is not posterior:
-        posterior.fingerprint.refuse_other(network.model)
+    fingerprint, processes = getattr(posterior, "fingerprint", None), getattr(posterior, "processes", ALONE)
+    if fingerprint is not None:
+        fingerprint.refuse_other(network.model)
     total = torch.zeros((), dtype=torch.float64, device=network.device)
-    processes = getattr(posterior, "processes", ALONE)
     with processes.share_errors():
         for term in terms(core.problem, network.read_data(data, processes=processes), block):
             total = total + term(core.problem)

@@ -321,10 +321,10 @@ class Integrate(TunerWithSettings):
         held: HeldOutputs,
         data: Data,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return the prior and the scores of the cells for each fold, with an offset learned from the other folds.
+        """Return the log prior and the scores of the cells for each fold, with an offset learned from the other folds.
 
-        ``plain`` are all cells without offset; those with one are the last of the prior and the scores. Only cells of
-        weight get the offset of a fold: one more pass over the data.
+        ``plain`` has all cells without offset. In ``log_prior`` and ``scores`` the cells with an offset come last. Only
+        cells with a weight that is not negligible are scored with the offset of a fold, in one more pass over the data.
         """
         moved, likelihood = slice(-len(plain.cells), None), plain.cells[plain.unchanged].likelihood
         first = slice(0, len(weights) - len(plain.cells))
@@ -357,15 +357,21 @@ def compare_scores(
     grid: CellGrid,
     scores: Tensor,
     counts: Tensor,
-    folds: Sequence[tuple[Tensor, Tensor]] | None = None,
-    refitted: Tensor | None = None,
+    folds: Sequence[tuple[Tensor, Tensor]],
+    refitted: Tensor | None,
 ) -> tuple[dict[str, float], str, tuple[str, ...]]:
-    """Return mean negative log-likelihoods of the plain network, of the best rescaled one and of the mixture.
+    """Compare the mixture with the plain network and with the best rescaled one, cross-validated over the data.
 
-    The latter two are cross-validated: weights and the best cell come from the other folds of the data. Each datum
-    counts so often, (n,). ``folds`` has the logarithms of the prior and the scores of the cells for each fold, if they
-    differ; ``refitted`` are the scores of the rescaled network if no cells have them. Then a sentence on how they
-    compare, and a remark if the plain network is better.
+    Args:
+        grid: The cells.
+        scores: The log-likelihood of each datum under each cell, (n, cells).
+        counts: How often each datum counts, (n,).
+        folds: For each fold, the log prior and the scores of the cells; they differ if offsets were learned.
+        refitted: The scores of the network with its noise refitted, (n,), in place of the best rescaled cell.
+
+    Returns:
+        Mean negative log-likelihoods by name; a sentence that compares them; and a remark if the plain network is
+        better than the mixture. For each fold the weights and the best cell come from the other folds.
     """
     number = torch.arange(len(scores)) % FOLDS
     mixed, rescaled = torch.empty(len(scores), dtype=torch.float64), torch.empty(len(scores), dtype=torch.float64)
@@ -374,7 +380,7 @@ def compare_scores(
         inside = number == k
         if not bool(inside.any()):
             continue
-        log_prior, columns = (grid.log_prior, scores) if folds is None else folds[k]
+        log_prior, columns = folds[k]
         weights = mixture_weights(log_prior, columns[~inside], counts[~inside])
         mixed[inside] = torch.logsumexp(columns[inside] + weights.log(), 1)
         if len(rescalings):

@@ -166,6 +166,14 @@ def test_refining_the_blocks_only_lowers_it(name: str, kind: str) -> None:
     assert all(a - b > 1e-3 for a, b in pairwise(values))
 
 
+def test_a_mixture_has_the_bound_of_its_base() -> None:
+    model, x, y = problem(BY_NAME["mlp"], "categorical")
+    fitted = lw.fit(model, [(x, y)], "classification")
+    alone = lw.tuners.evidence_bound(fitted.base, [(x, y)])
+    assert torch.equal(lw.tuners.evidence_bound(fitted, [(x, y)]), alone)
+    assert torch.equal(lw.tuners.evidence_bound(fitted.posterior, [(x, y)]), alone)
+
+
 def test_a_prior_mean_counts() -> None:
     case = BY_NAME["mlp"]
     model, x, y = problem(case, "gaussian")
