@@ -234,7 +234,7 @@ def test_the_machine_is_named() -> None:
 
 # Regions of pages are written from results, and a page that differs is seen.
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 MACHINE = Machine("an H200", {"python": "3.12", "torch": "2.11", "lapwing": "0.1"}, 1, "python -m experiments toy")
 
 

@@ -1,4 +1,4 @@
-"""What is a loader and what are inputs, and the inputs of every item of a loader."""
+"""Streams of inputs, and numbers of samples."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lapwing as lw
+from lapwing.data.inputs import SampleRows, per_sample_in_both, take
 from lapwing.data.streams import InputStream, is_loader
 from lapwing.errors import DataError
+
+# What is a loader and what are inputs, and the inputs of every item of a loader.
 
 CPU = torch.device("cpu")
 X = torch.arange(20.0).reshape(10, 2)
@@ -122,3 +125,61 @@ def test_a_dataset_of_single_samples() -> None:
     assert torch.equal(torch.cat(read(TensorDataset(X, Y))), X)
     assert torch.equal(torch.cat(read(Sharded())), X)
     assert torch.equal(torch.cat(read(DataLoader(Sharded(), None))), X)
+
+
+# How many samples a batch has, and which tensors have a row for each.
+
+INPUTS_X, CONTEXT = torch.randn(5, 3), torch.randn(4, 4)
+
+
+def test_only_tensors_with_a_row_for_each_sample_are_cut() -> None:
+    part = take((INPUTS_X, CONTEXT, INPUTS_X[:, 0]), (True, False, True), slice(1, 3))
+    assert torch.equal(part[0], INPUTS_X[1:3])
+    assert part[1] is CONTEXT
+    assert torch.equal(part[2], INPUTS_X[1:3, 0])
+    assert torch.equal(take(INPUTS_X, (True,), torch.tensor([4, 0])), INPUTS_X[[4, 0]])
+
+
+def test_a_batch_tells_by_its_numbers_of_rows_and_later_ones_remember() -> None:
+    rows = SampleRows()
+    assert rows.count(INPUTS_X) == rows.count((INPUTS_X, INPUTS_X[:, 0])) == 5
+    assert rows.count((INPUTS_X, CONTEXT)) is None  # either may be the samples
+    assert rows.per_sample((INPUTS_X, CONTEXT), 5) == (True, False)
+    rows = rows.with_batch((INPUTS_X, CONTEXT), 5)
+    assert rows.count((INPUTS_X[:4], CONTEXT)) == 4
+    assert rows.per_sample((INPUTS_X[:4], CONTEXT), 4) == (True, False)
+    assert not rows.is_undecided((INPUTS_X[:4], CONTEXT), 4)
+
+
+def test_as_many_rows_by_chance_are_open_until_a_batch_tells() -> None:
+    assert SampleRows().is_undecided((INPUTS_X[:4], CONTEXT), 4)
+    assert not SampleRows().is_undecided((INPUTS_X[:1], CONTEXT[:1]), 1)  # one sample shows nothing
+    assert not SampleRows().is_undecided(INPUTS_X, 5)
+    seen = SampleRows().with_batch((INPUTS_X[:4], CONTEXT), 4)
+    with pytest.raises(DataError, match=r"inputs\[1\] has 4 rows for 5 samples and had one for each sample"):
+        seen.refuse_change((INPUTS_X, CONTEXT), 5)
+    seen.refuse_change((INPUTS_X, CONTEXT[:1]), 5)  # one row is spread over all samples
+
+
+def test_one_row_shows_nothing() -> None:
+    rows = SampleRows().with_batch((INPUTS_X, CONTEXT[:1]), 5)
+    assert rows.per_sample((INPUTS_X[:4], CONTEXT), 4) == (True, True)
+
+
+def test_learning_changes_no_value() -> None:
+    rows = SampleRows()
+    rows.with_batch((INPUTS_X, CONTEXT), 5)
+    assert rows == SampleRows()
+
+
+def test_what_is_shared_in_one_batch_is_shared_in_both() -> None:
+    assert per_sample_in_both((), (True, False)) == (True, False)
+    assert per_sample_in_both((True, True), (True, False)) == (True, False)
+    with pytest.raises(DataError, match="batches of 1 and of 2 input tensors; expected as many"):
+        per_sample_in_both((True,), (True, False))
+
+
+@pytest.mark.parametrize("inputs", [torch.tensor(1.0), {"a": torch.tensor(1.0)}, "text", ()])
+def test_inputs_without_rows_are_refused(inputs: object) -> None:
+    with pytest.raises(DataError, match=r"hold no tensor with a batch dimension; expected \(B, ...\)"):
+        SampleRows().count(inputs)

@@ -1,7 +1,8 @@
-"""One Krylov space against dense solves for every shift."""
+"""Krylov spaces: bases, log-determinants and quadrature by Lanczos."""
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -9,10 +10,20 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.linalg.krylov import BlockKrylov, block_conjugate_gradients, block_krylov
+from lapwing.linalg.krylov import (
+    BlockKrylov,
+    DeflatedSpectrum,
+    block_conjugate_gradients,
+    block_krylov,
+    lanczos_quadrature,
+    leading_eigenpairs,
+    random_signs,
+)
 from lapwing.linalg.operators import Solution
-from tests.tolerances import assert_close, tolerance
-from tests.unit.linalg.spectra import SPECTRA, Counted, D, operator, product
+from tests.tolerances import SOLVED, assert_close, assert_within, tolerance
+from tests.unit.linalg.spectra import SPECTRA, Counted, D, Product, operator, product
+
+# One Krylov space against dense solves for every shift.
 
 SHIFTS = [1e-2, 1.0, 30.0]
 
@@ -290,3 +301,228 @@ def test_more_rows_join_the_next_block(spectrum: str, steps: int) -> None:
     pairs = wider.pairs()
     residual = (pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors).norm(dim=1) / pairs.values[0]
     assert float((pairs.residuals - residual).abs().max()) < 1e-11
+
+
+# Leading eigenpairs of symmetric operators.
+
+
+def lanczos_operator(values: Tensor) -> Tensor:
+    basis, _ = torch.linalg.qr(torch.randn(len(values), len(values), dtype=D))
+    return basis @ torch.diag(values) @ basis.T
+
+
+def lanczos_product(matrix: Tensor) -> object:
+    return lambda rows: rows @ matrix
+
+
+@pytest.mark.parametrize("block", [1, 4, 16, 100])
+def test_at_full_rank_the_operator_itself(block: int, generator: torch.Generator) -> None:
+    matrix = lanczos_operator(torch.linspace(3, 0.1, 30, dtype=D))
+    pairs = leading_eigenpairs(lanczos_product(matrix), 30, 30, block=block, generator=generator)
+    assert_close(pairs.vectors.T @ torch.diag(pairs.values) @ pairs.vectors, matrix)
+    assert_close(pairs.vectors @ pairs.vectors.T, torch.eye(30, dtype=D))
+    assert_close(pairs.values, torch.linalg.eigvalsh(matrix).flip(0))
+    assert float(pairs.residuals.max()) <= 1e-10
+
+
+@pytest.mark.parametrize("rank", [6, 9, 40])
+def test_an_operator_of_lower_rank_ends_early_and_exactly(rank: int, generator: torch.Generator) -> None:
+    values = torch.cat([torch.linspace(5, 1, 6, dtype=D), torch.zeros(74, dtype=D)])
+    matrix = lanczos_operator(values)
+    pairs = leading_eigenpairs(lanczos_product(matrix), 80, rank, block=4, generator=generator)
+    assert_close(pairs.vectors.T @ torch.diag(pairs.values) @ pairs.vectors, matrix)
+    assert pairs.products <= 5
+
+
+def test_a_rank_that_just_suffices(generator: torch.Generator) -> None:
+    """Rank 24 with eigenvalues over six orders: every one of them is there, the smallest to six digits."""
+    values = torch.cat([torch.logspace(0, -6, 24, dtype=D), torch.zeros(76, dtype=D)])
+    matrix = lanczos_operator(values)
+    pairs = leading_eigenpairs(lanczos_product(matrix), 100, 24, tolerance=1e-14, generator=generator)
+    assert_close(pairs.vectors.T @ torch.diag(pairs.values) @ pairs.vectors, matrix)
+    assert float(pairs.values[23] / values[23]) == pytest.approx(1, rel=1e-6)
+
+
+def test_leading_pairs_of_a_steep_spectrum(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapwing.linalg.krylov.OVERSAMPLE", 72)
+    matrix = lanczos_operator(torch.logspace(0, -12, 200, dtype=D))
+    pairs = leading_eigenpairs(lanczos_product(matrix), 200, 8, block=4, tolerance=1e-9, generator=generator)
+    exact, vectors = torch.linalg.eigh(matrix)
+    assert_close(pairs.values, exact.flip(0)[:8], SOLVED)
+    overlap = (pairs.vectors @ vectors.flip(1)[:, :8]).abs()
+    assert_close(overlap, torch.eye(8, dtype=D), SOLVED)
+    residual = (pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors).norm(dim=1) / exact.max()
+    # Both are relative to the largest eigenvalue, and known to the rounding of a product of length 200.
+    assert float((pairs.residuals - residual).abs().max()) < 200 * torch.finfo(D).eps
+
+
+def test_residuals_say_how_far_off_the_pairs_are(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = lanczos_operator(torch.linspace(2, 1, 300, dtype=D))  # hardly any gap: a small basis cannot do it
+    pairs = leading_eigenpairs(lanczos_product(matrix), 300, 5, block=5, tolerance=1e-8, generator=generator)
+    residual = (pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors).norm(dim=1) / pairs.values[0]
+    assert_close(pairs.residuals, residual)
+    assert float(residual.max()) > 1e-3
+    monkeypatch.setattr("lapwing.linalg.krylov.OVERSAMPLE", 295)
+    assert (
+        float(leading_eigenpairs(lanczos_product(matrix), 300, 5, block=5, generator=generator).residuals.max()) <= 1e-3
+    )
+
+
+@pytest.mark.parametrize(("rank", "block"), [(5, 16), (7, 4), (1, 6)])
+def test_the_last_block_is_whole_and_the_residuals_are_true(rank: int, block: int, generator: torch.Generator) -> None:
+    """Where max(2 rank, rank + 20) is no multiple of the block; with as many products as that takes."""
+    matrix, limit = lanczos_operator(torch.linspace(2, 1, 300, dtype=D)), max(2 * rank, rank + 20)
+    seen = []
+    pairs = leading_eigenpairs(
+        lambda rows: seen.append(len(rows)) or rows @ matrix, 300, rank, block=block, tolerance=1e-12,
+        generator=generator,
+    )  # fmt: skip
+    assert seen[2:] == [block] * -(-limit // block)  # after the two that look at the operator
+    assert pairs.products == len(seen) - 2
+    residual = (pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors).norm(dim=1) / pairs.values[0]
+    assert_close(pairs.residuals, residual)
+
+
+def test_eigenvalues_repeated_more_often_than_the_block_is_wide(generator: torch.Generator) -> None:
+    """A Krylov space from three vectors has three eigenvectors of each eigenvalue; the rest must be there too."""
+    values = torch.cat([torch.full((7,), 2.0, dtype=D), torch.full((5,), 0.5, dtype=D), torch.zeros(28, dtype=D)])
+    matrix = lanczos_operator(values)
+    pairs = leading_eigenpairs(lanczos_product(matrix), 40, 12, block=3, tolerance=1e-10, generator=generator)
+    assert_close(pairs.values, values[:12])
+
+
+def test_lanczos_nothing_comes_of_nothing(generator: torch.Generator) -> None:
+    pairs = leading_eigenpairs(lambda rows: torch.zeros_like(rows), 12, 3, generator=generator)
+    assert bool((pairs.values == 0).all())
+    assert bool(torch.isfinite(pairs.vectors).all())
+
+
+def test_equal_generators_give_equal_pairs() -> None:
+    matrix = lanczos_operator(torch.linspace(3, 0.1, 30, dtype=D))
+    one, two = (leading_eigenpairs(lanczos_product(matrix), 30, 4, block=4, generator=torch.Generator().manual_seed(1))
+                for _ in range(2))  # fmt: skip
+    assert torch.equal(one.vectors, two.vectors)
+
+
+# Log-determinants from a Krylov basis and a quadrature; test_ridge.py has the coverage of their stated errors.
+
+LOGDET_SHIFTS = [0.05, 1.0, 20.0]
+
+
+def spectrum(multiply: Product, start: int, blocks: int, probes: int = 20, steps: int = 25) -> DeflatedSpectrum:
+    """A basis from ``start`` rows and ``blocks`` products, then probes on the rest."""
+    generator = torch.Generator().manual_seed(5)
+    basis = block_krylov(multiply, torch.randn(start, 120, dtype=D, generator=generator), blocks)
+    return DeflatedSpectrum.of(multiply, basis, random_signs(probes, 120, generator, None), steps)
+
+
+def exact(values: Tensor, shift: float) -> Tensor:
+    return torch.log1p(values / shift).sum()
+
+
+def at(shift: float) -> Tensor:
+    return torch.tensor(shift, dtype=D)
+
+
+@pytest.mark.parametrize("name", ["steep", "low rank"])
+def test_a_larger_basis_makes_the_error_small(name: str) -> None:
+    """The eigenvalues in the basis are exact; at the same cost the probes have little left to estimate."""
+    multiply = product(operator(SPECTRA[name]))
+    small, large = spectrum(multiply, 2, 1), spectrum(multiply, 8, 8)
+    assert len(large.eigenvalues) > 10 > len(small.eigenvalues)
+    assert_close(large.eigenvalues[:5], SPECTRA[name][:5])
+    for shift in LOGDET_SHIFTS:
+        few, many = small.logdet(at(shift)), large.logdet(at(shift))
+        assert many.error < 0.5 * few.error
+        truth = float(exact(SPECTRA[name], shift))
+        assert abs(float(many.value) - truth) < 5 * many.error + tolerance(D) * truth
+
+
+@pytest.mark.parametrize("shift", LOGDET_SHIFTS)
+def test_exact_if_the_basis_contains_everything(shift: float) -> None:
+    estimate = spectrum(product(operator(SPECTRA["flat"])), 10, 20, probes=3, steps=4).logdet(at(shift))
+    assert_close(estimate.value, exact(SPECTRA["flat"], shift))
+    assert estimate.error < 1e-9
+
+
+def test_few_steps_have_a_large_error() -> None:
+    """The error includes what the nodes of the quadrature miss, which probes do not average away."""
+    multiply = product(operator(SPECTRA["steep"]))
+    for steps in (2, 5, 10):
+        estimate = spectrum(multiply, 2, 1, probes=40, steps=steps).logdet(at(0.05))
+        assert abs(float(estimate.value - exact(SPECTRA["steep"], 0.05))) < 5 * estimate.error
+
+
+def test_no_cancellation_at_large_shifts() -> None:
+    """log det(A + a) - P log a would lose all digits: here the value is 1e-12 of either. Diagonal: signs are exact."""
+    estimate = spectrum(product(torch.diag(SPECTRA["steep"])), 2, 1, probes=2, steps=20).logdet(at(1e14))
+    assert float(estimate.value) == pytest.approx(float(SPECTRA["steep"].sum()) / 1e14, rel=1e-2, abs=0)
+
+
+def test_a_zero_operator() -> None:
+    estimate = spectrum(torch.zeros_like, 3, 2).logdet(at(1.0))
+    assert float(estimate.value) == 0
+    assert estimate.error == 0
+
+
+def test_one_probe_has_no_standard_error() -> None:
+    assert spectrum(product(operator(SPECTRA["flat"])), 2, 1, probes=1).logdet(at(1.0)).error == math.inf
+
+
+# Gauss quadrature by Lanczos steps, against dense functions of matrices.
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_a_full_quadrature_is_exact(spectrum: str) -> None:
+    """Both ends are exact for every function, after as many steps as there are distinct eigenvalues."""
+    matrix, rows = operator(SPECTRA[spectrum]), torch.randn(4, 120, dtype=D)
+    counted = Counted(matrix)
+    quadrature = lanczos_quadrature(counted, rows, 500)
+    assert counted.calls <= {"flat": 120, "steep": 120, "low rank": 32, "clusters": 3}[spectrum]
+    values, vectors = torch.linalg.eigh(matrix)
+    weights = (rows @ vectors).square()
+    for function in (lambda x: torch.log1p(x.clamp_min(0) / 0.1), lambda x: x / (x + 0.1), lambda x: x):
+        dense = (weights * function(values.clamp_min(0))).sum(1)
+        for end in quadrature.ends(function):
+            assert_close(end, dense)
+
+
+@pytest.mark.parametrize("spectrum", ["flat", "steep", "low rank"])
+def test_the_value_lies_between_the_ends(spectrum: str) -> None:
+    """For every row, shift and number of steps; and the ends come closer with every step."""
+    matrix, rows = operator(SPECTRA[spectrum]), torch.randn(6, 120, dtype=D)
+    values, vectors = torch.linalg.eigh(matrix)
+    weights, before = (rows @ vectors).square(), torch.inf
+    for steps in (1, 2, 4, 8, 16):
+        quadrature, widths = lanczos_quadrature(product(matrix), rows, steps), []
+        for shift in (0.05, 1.0, 20.0):
+            dense = (weights * torch.log1p(values.clamp_min(0) / shift)).sum(1)
+            low, high = quadrature.ends(lambda x, a=shift: torch.log1p(x / a))
+            assert bool((low <= dense * (1 + 1e-9)).all())
+            assert bool((high >= dense * (1 - 1e-9)).all())
+            widths.append(float((high - low).mean()))
+        assert sum(widths) < before
+        before = sum(widths)
+
+
+def test_a_row_of_zeros_adds_nothing() -> None:
+    rows = torch.randn(3, 120, dtype=D)
+    rows[1] = 0
+    quadrature = lanczos_quadrature(product(operator(SPECTRA["flat"])), rows, 6)
+    assert [float(end[1]) for end in quadrature.ends(torch.log1p)] == [0, 0]
+
+
+def test_random_signs_estimate_a_trace(generator: torch.Generator) -> None:
+    matrix = operator(SPECTRA["flat"])
+    rows = random_signs(300, 120, generator, None)
+    assert rows.dtype == D
+    assert bool((rows.abs() == 1).all())
+    assert_within((rows @ matrix * rows).sum(1), matrix.trace())
+
+
+def test_quadrature_float32_products() -> None:
+    matrix, rows = operator(SPECTRA["low rank"]), torch.randn(4, 120, dtype=D)
+    wide, narrow = (lanczos_quadrature(product(matrix, dtype), rows, 30) for dtype in (D, torch.float32))
+    for end, exact in zip(narrow.ends(torch.log1p), wide.ends(torch.log1p), strict=True):
+        assert end.dtype == D
+        assert_close(end, exact, dtype=torch.float32)

@@ -1,8 +1,13 @@
-"""Running the model as it is: what it may return, what is refused, and that nothing about it changes."""
+"""The private copy of a model: what it runs, what it refuses, and that the model stays as it is."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +19,16 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.errors import DataError, ModelError
 from lapwing.networks.examine import refuse_random, refusing_changes
-from lapwing.networks.network import Network
+from lapwing.networks.fingerprint import Fingerprint
+from lapwing.networks.forward import Replica, borrow_copy, copy_modules, extract_data, extract_network, raw_output
+from lapwing.networks.network import Network, plain_passes, trainable_names
 from tests import problems
-from tests.cases import BY_NAME, Output, Wrapped
+from tests.cases import BY_NAME, CASES, Output, Wrapped
+from tests.operations import OperationCount
 from tests.references import dense
 from tests.tolerances import assert_close
+
+# Running the model as it is: what it may return, what is refused, and that nothing about it changes.
 
 
 def x(batch: int = 6, *shape: int) -> Tensor:
@@ -365,3 +375,372 @@ def test_inputs_that_the_network_refuses(inputs: Tensor) -> None:
     assert (
         f"inputs of shape {tuple(inputs.shape)} ({inputs.dtype} on cpu); its weights are torch.float32 on cpu" in note
     )
+
+
+# The private copy that runs in the place of a model: same numbers, shared memory, nothing changed.
+
+D = torch.float64
+X = torch.randn(5, 4, dtype=D, generator=torch.Generator().manual_seed(1))
+Y = torch.tensor([0, 1, 2, 0, 1])
+GLOBAL: dict[str, nn.Module] = {}
+
+
+class Odd(nn.Module):
+    """A network whose second layer is reached in some odd way."""
+
+    def __init__(self, reached: Callable[[Odd], Any]) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.layer = reached(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.one(x))
+        layer = self.layer() if type(self.layer) is weakref.ref else self.layer
+        layer = layer[0] if isinstance(layer, list | tuple) else layer
+        result: Tensor = layer(hidden)
+        return result
+
+
+class Holder:
+    """An object that is no module."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+def by_closure(model: Odd) -> Any:
+    two = model.two
+    return lambda x: two(x)
+
+
+def by_global(model: Odd) -> Any:
+    GLOBAL["two"] = model.two
+    return lambda x: GLOBAL["two"](x)
+
+
+WAYS: dict[str, Callable[[Odd], Any]] = {
+    "module": lambda m: m.two,
+    "list": lambda m: [m.two],
+    "tuple": lambda m: (m.two,),
+    "method": lambda m: m.two.forward,
+    "partial": lambda m: functools.partial(nn.Linear.forward, m.two),
+    "weak reference": lambda m: weakref.ref(m.two),
+    "closure": by_closure,
+    "object": lambda m: Holder(m.two),
+    "global": by_global,
+}
+BYPASSED = ("object", "global")  # the model itself runs
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_models_that_reach_a_layer_in_an_odd_way(way: str) -> None:
+    torch.manual_seed(3)
+    odd = Odd(WAYS[way]).double().eval()
+    plain = nn.Sequential(odd.one, nn.Tanh(), odd.two)
+    data = [(X, Y)]
+
+    def results(model: nn.Module) -> list[Tensor]:
+        posterior = lw.fit(model, data, "classification", method="full", prior=1.0)
+        return [posterior.functions(X).cov, posterior.network.jvp(X, torch.ones(1, 43, dtype=D))]
+
+    for one, other in zip(problems.unchanged(odd, lambda: results(odd)), results(plain), strict=True):
+        assert_close(one, other)
+    assert Network.build(odd, X).private == (way not in BYPASSED)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_copies_have_the_same_outputs_and_memory(case: Any) -> None:
+    model, inputs = case.build(), case.batch(3)
+    replica = Replica(model, ())
+    with torch.no_grad():
+        expected = raw_output(model, inputs)
+        assert_close(raw_output(replica.model, inputs), expected)
+        assert_close(raw_output(copy_modules(replica.model), inputs), expected)
+    pairs = zip(model.named_parameters(), replica.model.named_parameters(), strict=True)
+    for (name, p), (same_name, leaf) in pairs:
+        assert name == same_name
+        assert p is not leaf
+        assert p.data_ptr() == leaf.data_ptr()
+    assert all(a is b for a, b in zip(model.buffers(), replica.model.buffers(), strict=True))
+
+
+def test_a_copy_is_used_by_one_call_at_a_time_and_dropped_after_an_error() -> None:
+    model = Replica(nn.Sequential(nn.Linear(4, 3)).double(), ()).model
+    with borrow_copy(model) as one, borrow_copy(model) as two:
+        assert one is not two
+    with borrow_copy(model) as again:
+        assert again in (one, two)
+    broken: list[nn.Module] = []
+
+    def fail() -> None:
+        with borrow_copy(model) as third:
+            broken.append(third)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    for _ in range(4):
+        with borrow_copy(model) as fourth, borrow_copy(model) as fifth:
+            assert broken[0] not in (fourth, fifth)
+
+
+def test_attributes_that_forward_writes_stay_in_the_copy() -> None:
+    class Writes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last, self.calls = x, self.calls + 1  # type: ignore[has-type]
+            return super().forward(x)
+
+    model = Writes(4, 3).double()
+    model.calls = 0
+    problems.unchanged(model, lambda: lw.fit(model, [(X, Y)], "classification", prior=1.0).predict(X))
+    assert model.calls == 0
+
+
+def test_hooks_that_come_and_go_after_the_fit() -> None:
+    model, seen = nn.Sequential(nn.Linear(4, 3)).double(), list[int]()
+    posterior = lw.fit(model, [(X, Y)], "classification", prior=1.0)
+    handle = model[0].register_forward_hook(lambda *_: seen.append(1))
+    posterior.predict(X)
+    assert seen
+    handle.remove()
+    seen.clear()
+    posterior.predict(X)
+    assert not seen
+
+
+def test_hooks_that_were_there_at_the_fit_may_go_and_others_come() -> None:
+    """The copy has the hooks of the model as they are now, not as they were when it was made."""
+    model, seen = nn.Sequential(nn.Linear(4, 3)).double(), list[str]()
+    first = model[0].register_forward_hook(lambda *_: seen.append("first"))
+    posterior = lw.fit(model, [(X, Y)], "classification", prior=1.0)
+    first.remove()
+    second = model[0].register_forward_hook(lambda *_: seen.append("second"))
+    seen.clear()
+    posterior.predict(X)
+    assert set(seen) == {"second"}
+    second.remove()
+    seen.clear()
+    posterior.predict(X)
+    assert not seen
+
+
+@pytest.mark.parametrize("renewed", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["copy", "pickle"])
+def test_copies_of_a_network(renewed: Callable[[Any], Any]) -> None:
+    network = Network.build(BY_NAME["mlp"].build(), BY_NAME["mlp"].batch(3))
+    other, inputs = renewed(network), BY_NAME["mlp"].batch(2)
+    assert_close(other(inputs), network(inputs))
+    assert other.replica is not network.replica
+    assert next(other.replica.parameters()).data_ptr() == next(other.model.parameters()).data_ptr()
+
+
+def test_a_model_that_was_moved_to_another_dtype() -> None:
+    model = BY_NAME["mlp"].build()
+    network = Network.build(model, BY_NAME["mlp"].batch(3))
+    model.float()
+    assert network(BY_NAME["mlp"].batch(3, torch.float32)).dtype == torch.float32
+
+
+def test_methods_of_the_copy_belong_to_the_copy() -> None:
+    model = nn.Linear(4, 3)
+    model.forward = types.MethodType(lambda self, x: x @ self.weight.mT, model)  # type: ignore[method-assign]
+    other = copy_modules(model, {id(model.weight): nn.Parameter(torch.zeros(3, 4))})
+    assert not other(torch.ones(2, 4)).any()
+
+
+# A posterior belongs to the weights it was fitted to, and to no others.
+
+
+def swap_rows(model: nn.Module) -> None:
+    model.two.weight.data = model.two.weight.data.flip(0)
+
+
+def swap_entries(model: nn.Module) -> None:
+    row = model.head.weight.data[0]
+    row[[0, 1]] = row[[1, 0]]
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "in place": (lambda m: m.head.weight.data.mul_(1.001), r"head\.weight"),
+    "replaced": (lambda m: setattr(m.head, "bias", nn.Parameter(torch.zeros_like(m.head.bias))), r"head\.bias"),
+    "one entry": (lambda m: m.stem.weight.data[0, 0, 0].add_(1e-6), r"stem\.weight"),
+    "a buffer": (lambda m: m.norm1.running_mean.add_(0.01), r"norm1\.running_mean"),
+    "sign": (lambda m: m.two.weight.data.neg_(), r"two\.weight"),
+    "not a number": (lambda m: m.head.bias.data.fill_(float("nan")), r"head\.bias"),
+    "rows swapped": (swap_rows, r"two\.weight"),
+    "entries swapped": (swap_entries, r"head\.weight"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_changed_weights_are_refused_by_name(change: str, dtype: torch.dtype) -> None:
+    make, named = CHANGES[change]
+    model = BY_NAME["resnet_batchnorm"].build(dtype)
+    before = Fingerprint.of(model)
+    before.refuse_other(model)
+    make(model)
+    with pytest.raises(ModelError, match=named + ".*has changed"):
+        before.refuse_other(model)
+
+
+def test_other_parameters_are_refused_with_their_names() -> None:
+    before = Fingerprint.of(nn.Linear(4, 3))
+    with pytest.raises(ModelError, match=r"other parameters.*weight.*\(3, 5\)"):
+        before.refuse_other(nn.Linear(5, 3))
+    with pytest.raises(ModelError, match=r"other parameters.*bias"):
+        before.refuse_other(nn.Linear(4, 3, bias=False))
+
+
+def test_equal_weights_in_another_model_pass() -> None:
+    case = BY_NAME["resnet_batchnorm"]
+    Fingerprint.of(case.build()).refuse_other(case.build())
+
+
+# Models and data of training frameworks, with stand-ins that have the members by which these are recognised.
+#
+# The real packages are tested in tests/integrations.
+
+
+class Trainer:
+    lightning_module: nn.Module | None = None
+    train_dataloader: Any = None
+    val_dataloaders: Any = None
+
+    def __deepcopy__(self, memo: Any) -> Trainer:
+        raise AssertionError("the Trainer must not be copied")
+
+
+class Module(nn.Module):
+    """Has the members of a Lightning module: the Trainer raises while there is none, and so does logging outside it."""
+
+    def __init__(self, trainer: Trainer | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self._trainer = trainer
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError("not attached")
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+
+    def training_step(self) -> None: ...
+    def configure_optimizers(self) -> None: ...
+    def log_dict(self) -> None: ...
+
+    def log(self, name: str, value: Any) -> None:
+        raise AssertionError("no logging outside of training")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log("mean", x.mean())
+        return self.layer(x)
+
+
+class Net:
+    """Has the members of a skorch net."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module_ = module
+
+    def initialize_module(self) -> None: ...
+    def train_step_single(self) -> None: ...
+
+    def get_dataset(self, x: Any, y: Any) -> Any:
+        return ("dataset", x, y)
+
+    def get_iterator(self, dataset: Any, training: bool) -> Any:
+        return ("loader", dataset, training)
+
+
+@pytest.mark.parametrize("trainer", [None, Trainer()])
+def test_module_of_lightning_is_copied_without_its_trainer(trainer: Trainer | None) -> None:
+    module = Module(trainer)
+    copied = extract_network(module)
+    x = torch.ones(4, 2)
+    torch.testing.assert_close(copied(x), module.layer(x))
+    assert not copied.training
+    assert module.training
+    assert module._trainer is trainer
+    with pytest.raises(RuntimeError, match="not attached"):
+        _ = copied.trainer
+    copy.deepcopy(copied)
+
+
+def test_module_that_cannot_be_copied_is_refused() -> None:
+    module = Module()
+    module.open_file = open(__file__)  # noqa: SIM115
+    with module.open_file, pytest.raises(ModelError, match="cannot be copied"):
+        extract_network(module)
+
+
+def test_trainer_gives_its_module_and_its_data() -> None:
+    trainer = Trainer()
+    with pytest.raises(ModelError, match=r"trainer\.fit"):
+        extract_network(trainer)
+    with pytest.raises(DataError, match="no training data"):
+        extract_data(trainer, None)
+    trainer.lightning_module, trainer.train_dataloader = Module(trainer), ["batches"]
+    assert isinstance(extract_network(trainer), Module)
+    assert extract_data(trainer, None) == ["batches"]
+    assert extract_data(trainer, ["others"]) == ["others"]
+
+
+def test_skorch_net_gives_its_module_in_evaluation_mode_and_loads_arrays() -> None:
+    np = pytest.importorskip("numpy")
+    module, arrays = nn.Linear(2, 3), (np.ones((4, 2)), np.ones(4))
+    assert extract_network(Net(module)) is module
+    assert not module.training
+    assert extract_data(Net(module), arrays) == ("loader", ("dataset", *arrays), False)
+    tensors = (torch.ones(4, 2), torch.ones(4))
+    assert extract_data(Net(module), tensors) is tensors
+    with pytest.raises(ModelError, match=r"net\.fit"):
+        extract_network(Net(None))
+
+
+def test_other_models_and_data_stay_as_they_are() -> None:
+    module, data = nn.Linear(2, 3), [(torch.ones(4, 2), torch.ones(4))]
+    assert extract_network(module) is module
+    assert module.training
+    assert extract_data(module, data) is data
+    with pytest.raises(DataError, match="data is None"):
+        extract_data(module, None)
+
+
+# Plain passes of a network: gradients of the named parameters alone, and a model that stays as it was.
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).eval()
+
+
+# By hand, for 3-4-2 and five inputs: forward 12 + 8; the gradient of the last layer 8; to the first, 8 more and 12.
+@pytest.mark.parametrize(
+    ("names", "products"), [(("0.weight", "2.weight"), 20 + 8 + 8 + 12), (("2.weight",), 20 + 8)], ids=["all", "last"]
+)
+def test_the_gradients_of_the_named_parameters(names: tuple[str, ...], products: int) -> None:
+    x = torch.randn(5, 3)
+    with plain_passes(Network.build(model(), x), x, names) as passes:
+        with OperationCount() as forward:
+            passes.forward()
+        with OperationCount() as training:
+            passes.training()
+    assert (forward.products, training.products) == (5 * 20, 5 * products)
+
+
+def test_the_model_is_not_changed() -> None:
+    net, x = model(), torch.randn(5, 3)
+    net[0].weight.requires_grad_(False)
+    before = [(p.clone(), p.requires_grad) for p in net.parameters()]
+    with plain_passes(Network.build(net, x), x, ("0.weight", "2.weight")) as passes:
+        passes.training()
+    after = [(p, p.requires_grad) for p in net.parameters()]
+    assert all(torch.equal(a, b) and f == g for (a, f), (b, g) in zip(before, after, strict=True))
+    assert all(p.grad is None for p in net.parameters())
+    assert trainable_names(net) == ("2.weight",)

@@ -1,8 +1,10 @@
-"""Priors by groups of parameters and the g-prior: what they mean, for every method, and what is refused."""
+"""Gaussian priors by weight, layer and group, and the kernel that they imply."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,149 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.curvature.kronecker import prior_precision
+from lapwing.networks.jacobians import Block, LayerJacobians
+from lapwing.networks.network import Network
+from lapwing.networks.normalised import group_names, scale_free_groups
 from lapwing.networks.selection import Selection
-from lapwing.priors import GPrior, g_prior, grouped, per_normalised_group
+from lapwing.priors import GPrior, diagonal, g_prior, grouped, isotropic, per_layer, per_normalised_group
+from lapwing.priors.base import (
+    BoundPrior,
+    Prior,
+    group_starting_precisions,
+    prior_kernel,
+    single_starting_precision,
+    starting_precisions,
+)
+from lapwing.runtime.state import State, class_named
 from tests import problems
-from tests.cases import BY_NAME
-from tests.references import dense, kfac, structures
+from tests.cases import BY_NAME, CASES
+from tests.references import dense, inducing, kfac, structures
 from tests.references.layout import assembled, order, places
 from tests.tolerances import SOLVED, assert_close
+
+# Gaussian priors: what a precision means, and what is refused.
 
 D = torch.float64
 LIKE = torch.empty(0, dtype=D)
 SELECTION = Selection(("body.weight", "body.bias", "scale", "head.weight"), ((3, 2), (3,), (4,), (2, 3)))
+WHOLE = 6 + 3 + 4 + 6
+EACH = torch.arange(1, WHOLE + 1, dtype=D)
 PARTS = Selection(SELECTION.names, SELECTION.shapes, torch.tensor([1, 2, 7, 9, 18]))
+
+PRIORS: dict[str, tuple[Callable[[], Prior], Tensor]] = {
+    "isotropic": (lambda: isotropic(2.0), torch.full((WHOLE,), 2.0, dtype=D)),
+    "isotropic tensor": (lambda: isotropic(torch.tensor(2.0)), torch.full((WHOLE,), 2.0, dtype=D)),
+    "per layer, one": (lambda: per_layer(3.0), torch.full((WHOLE,), 3.0, dtype=D)),
+    "per layer": (lambda: per_layer(torch.tensor([1.0, 2.0, 3.0])),
+                  torch.tensor([1.0] * 9 + [2.0] * 4 + [3.0] * 6, dtype=D)),
+    "per layer, named": (lambda: per_layer({"head": 3.0, "": 2.0, "body": 1.0}),
+                         torch.tensor([1.0] * 9 + [2.0] * 4 + [3.0] * 6, dtype=D)),
+    "diagonal": (lambda: diagonal(EACH), EACH),
+    "diagonal, one": (lambda: diagonal(4.0), torch.full((WHOLE,), 4.0, dtype=D)),
+    "diagonal, named": (lambda: diagonal({"body.weight": 1.0, "body.bias": 2.0, "scale": 3.0, "head.weight": 4.0}),
+                        torch.tensor([1.0] * 6 + [2.0] * 3 + [3.0] * 4 + [4.0] * 6, dtype=D)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_the_precision_of_every_weight(name: str) -> None:
+    make, expected = PRIORS[name]
+    prior = make().bound(SELECTION, LIKE)
+    assert_close(prior.vector, expected)
+    assert_close(prior.logdet(), expected.log().sum())
+    theta = torch.randn(WHOLE, dtype=D)
+    assert_close(prior.penalty(theta), (theta**2 * expected).sum())
+
+
+@pytest.mark.parametrize("kind", [isotropic, per_layer, diagonal])
+def test_a_number_keeps_all_its_digits(kind: Callable[..., Prior]) -> None:
+    assert kind(0.6).bound(SELECTION, LIKE).vector[0].item() == 0.6  # not float32's 0.60000002
+
+
+@pytest.mark.parametrize("name", [name for name in PRIORS if name != "diagonal"])
+def test_a_subnetwork_takes_its_own_share(name: str) -> None:
+    make, expected = PRIORS[name]
+    prior = make().bound(PARTS, LIKE)
+    selected = expected[PARTS.index]
+    assert_close(prior.vector, selected)
+    assert_close(prior.logdet(), selected.log().sum())
+    theta = torch.randn(5, dtype=D)
+    assert_close(prior.penalty(theta), (theta**2 * selected).sum())
+
+
+@pytest.mark.parametrize("mean", [0.7, torch.tensor(0.7), torch.linspace(-1, 1, WHOLE)])
+@pytest.mark.parametrize("kind", [isotropic, per_layer, diagonal])
+def test_the_penalty_is_about_the_mean(mean: float | Tensor, kind: Callable[..., Prior]) -> None:
+    prior = kind(2.5, mean).bound(SELECTION, LIKE)
+    theta = torch.randn(WHOLE, dtype=D)
+    assert_close(prior.penalty(theta), 2.5 * (theta - torch.as_tensor(mean, dtype=D)).square().sum())
+
+
+def test_on_a_block_a_prior_takes_the_blocks_form() -> None:
+    prior = diagonal(EACH).bound(SELECTION, LIKE)
+    joined = prior.on(Block("rows", "body.weight", (3, 2), "body.bias")).whole
+    assert joined.tolist() == [[[1, 2, 7], [3, 4, 8], [5, 6, 9]]]
+    turned = prior.on(Block("columns", "head.weight", (2, 3))).whole
+    assert turned.tolist() == [[[14, 17], [15, 18], [16, 19]]]
+    assert prior.on(Block("dense", "scale", (4,))).whole.tolist() == [10, 11, 12, 13]
+
+
+def test_on_a_block_of_one_layer_a_prior_by_layer_is_a_number() -> None:
+    prior = per_layer(torch.tensor([1.0, 2.0, 3.0])).bound(SELECTION, LIKE)
+    assert prior.on(Block("rows", "body.weight", (3, 2), "body.bias")).whole.item() == 1.0
+    assert prior.on(Block("dense", "scale", (4,))).whole.item() == 2.0
+    across = prior.on(Block("rows", "head.weight", (2, 3))).whole
+    assert across.item() == 3.0
+
+
+def test_a_block_across_two_layers_gets_each_layers_precision() -> None:
+    selection = Selection(("lin.weight", "bias"), ((3, 2), (3,)))
+    prior = per_layer({"lin": 1.0, "": 5.0}).bound(selection, LIKE)
+    assert prior.on(Block("rows", "lin.weight", (3, 2), "bias")).whole.tolist() == [[[1, 1, 5]] * 3]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: isotropic(0.0), "run from 0 to 0; expected positive, finite"),
+        (lambda: isotropic(-1.0), "run from -1 to -1"),
+        (lambda: isotropic(math.nan), "nan"),
+        (lambda: isotropic(math.inf), "inf"),
+        (lambda: diagonal(torch.cat([EACH[1:], torch.zeros(1)])), "run from 0 to 19"),
+        (lambda: isotropic(torch.ones(2)), "the prior Isotropic got 2 precisions; expected 1"),
+        (
+            lambda: per_layer(torch.ones(4)),
+            "PerLayer got 4 precisions; expected 1 or 3, one for each of body",
+        ),
+        (lambda: diagonal(torch.ones(7)), "the prior DiagonalPrior got 7 precisions; expected 1 or 19"),
+        (lambda: per_layer({"body": 1.0}), r"missing \['', 'head'\], unknown \[\]"),
+        (lambda: diagonal({"body.weight": 1.0, "tail": 2.0}), r"unknown \['tail'\]"),
+        (lambda: isotropic(1.0, torch.zeros(4)), "prior mean has 4 entries; expected 1 or 19"),
+    ],
+)
+def test_what_is_refused(make: Callable[[], Prior], message: str) -> None:
+    with pytest.raises(lw.errors.NumericalError, match=message):
+        make().bound(SELECTION, LIKE)
+
+
+def test_a_mean_that_is_not_finite_is_refused() -> None:
+    for mean in (math.nan, torch.full((WHOLE,), math.inf)):
+        with pytest.raises(lw.errors.NumericalError, match=r"prior mean.*finite"):
+            isotropic(1.0, mean).bound(SELECTION, LIKE)
+
+
+def test_gradients_reach_the_given_precisions() -> None:
+    given = torch.tensor([1.0, 2.0, 3.0], dtype=D, requires_grad=True)
+    prior = per_layer(given).bound(SELECTION, LIKE)
+    prior.logdet().backward()
+    assert_close(given.grad, torch.tensor([9.0, 4.0, 6.0], dtype=D) / given.detach())
+
+
+# Priors by groups of parameters and the g-prior: what they mean, for every method, and what is refused.
+
 PATTERNS = {r".*bias|scale": 0.3, r".*\.weight": 5.0}
-EACH = torch.tensor([5.0] * 6 + [0.3] * 7 + [5.0] * 6, dtype=D)
+GROUPS_EACH = torch.tensor([5.0] * 6 + [0.3] * 7 + [5.0] * 6, dtype=D)
 MLP = BY_NAME["mlp"]
 METHODS: dict[str, Any] = {
     "full": lw.Full(), "diagonal": lw.Diagonal(), "kron": lw.Kron(), "low_rank": lw.LowRank(rank=18),
@@ -88,7 +219,7 @@ def assert_dense(posterior: lw.Fitted, matrix: Tensor, prior: Tensor, power: flo
 @pytest.mark.parametrize("mean", [0.0, 0.7])
 def test_a_group_for_each_pattern(selection: Selection, mean: float) -> None:
     prior = grouped(PATTERNS, mean).bound(selection, LIKE)
-    expected = selection.pick(EACH)
+    expected = selection.pick(GROUPS_EACH)
     assert prior.groups == (r".*\.weight", r".*bias|scale")  # in the order of the parameters
     assert prior.values.tolist() == [5.0, 0.3]
     assert_close(prior.vector, expected)
@@ -459,3 +590,267 @@ def test_a_stored_normalised_group_takes_other_precisions(tmp_path: Path) -> Non
     again = lw.load(tmp_path / "net", model)
     other = lw.priors.per_normalised_group(torch.arange(1.0, 1 + len(first.prior.groups)))
     assert_close(again.with_prior(other).log_evidence(), first.with_prior(other).log_evidence())
+
+
+# Precisions from which a search starts: γ / |w|² with γ at half of its largest value.
+
+WEIGHTS = Selection(("a.weight", "b.weight"), ((1, 3), (1, 2)))
+THETA = torch.tensor([1.0, -2.0, 2.0, 0.5, 0.5], dtype=D)
+
+
+def bound(prior: BoundPrior) -> BoundPrior:
+    return prior.bound(WEIGHTS, torch.empty(0))
+
+
+def test_one_precision() -> None:
+    """Two data for five weights determine at most two; |w|² is 9.5."""
+    expected = torch.tensor(0.5 * 2 / 9.5, dtype=D)
+    assert_close(starting_precisions(bound(lw.isotropic()), THETA, rows=2), expected)
+    assert_close(single_starting_precision(THETA, rows=2), expected)
+    enough = torch.tensor(0.5 * 5 / 9.5, dtype=D)
+    assert_close(starting_precisions(bound(lw.isotropic()), THETA, rows=100), enough)
+
+
+def test_a_group_whose_weights_are_larger_starts_at_a_smaller_precision() -> None:
+    prior = bound(lw.per_layer())
+    expected = torch.tensor([0.5 * 3 / 9, 0.5 * 2 / 0.5], dtype=D)
+    assert_close(starting_precisions(prior, THETA, rows=7), expected)
+    scale = torch.tensor([10.0] * 3 + [1.0] * 2, dtype=D)
+    assert_close(starting_precisions(prior, scale * THETA, rows=7), expected / torch.tensor([100.0, 1.0], dtype=D))
+
+
+def test_one_precision_for_each_weight_starts_at_one_value() -> None:
+    values = starting_precisions(bound(lw.priors.diagonal()), THETA, rows=100)
+    assert_close(values, torch.full((5,), 0.5 * 5 / 9.5, dtype=D))
+
+
+def test_weights_at_the_prior_mean() -> None:
+    """Alone, their precision is infinite; to start from, it is cut."""
+    theta = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0], dtype=D)
+    prior = bound(lw.per_layer())
+    assert_close(starting_precisions(prior, theta, rows=100), torch.tensor([0.5, 1e8], dtype=D))
+    assert bool(group_starting_precisions(prior, theta, rows=100)[1].isinf())
+
+
+# Every prior as plain data and back, bit for bit.
+
+CASE = BY_NAME["norms"]
+MEAN = 0.3
+STATE_PRIORS = ("Isotropic", "PerLayer", "Grouped", "DiagonalPrior", "PerNormalisedGroup", "GPrior")
+
+
+def network() -> Network:
+    return Network.build(CASE.build(), CASE.batch(6))
+
+
+def means(size: int) -> tuple[Any, ...]:
+    return 0.0, MEAN, torch.linspace(-1, 1, size)
+
+
+def given(name: str, mean: float | Tensor) -> Prior:
+    made: dict[str, Prior] = {
+        "Isotropic": lw.isotropic(0.7, mean),
+        "PerLayer": lw.per_layer(0.7, mean),
+        "Grouped": lw.grouped({r".*weight": 0.7, r"(?!.*weight).*": 3.0}, mean),
+        "DiagonalPrior": lw.priors.diagonal(0.7, mean),
+        "PerNormalisedGroup": lw.priors.per_normalised_group(0.7, mean),
+        "GPrior": lw.priors.g_prior(0.7, mean),
+    }
+    return made[name]
+
+
+def state_bound(name: str, mean: float | Tensor, net: Network) -> BoundPrior:
+    prior = given(name, mean)
+    groups = group_names(net, scale_free_groups(net, CASE.batch(6))) if prior.needs_groups else None
+    made = prior.bound(net.selection, net.theta(), groups)
+    other = torch.rand(made.values.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.1
+    return made.with_precision(other)
+
+
+def assert_same(one: BoundPrior, two: BoundPrior) -> None:
+    assert type(one.given) is type(two.given)
+    assert (one.groups, one.members, one.needs_curvature) == (two.groups, two.members, two.needs_curvature)
+    assert torch.equal(one.values, two.values)
+    assert torch.equal(one.vector, two.vector)
+    assert torch.equal(torch.as_tensor(one.mean), torch.as_tensor(two.mean))
+    assert one.network_groups == two.network_groups
+
+
+@pytest.mark.parametrize("mean", range(3))
+@pytest.mark.parametrize("name", STATE_PRIORS)
+def test_every_prior_comes_back_from_its_state(name: str, mean: int) -> None:
+    net = network()
+    prior = state_bound(name, means(net.selection.size)[mean], net)
+    state = prior.state()
+    assert state.name == name
+    assert_same(class_named(name).from_state(state, net), prior)
+
+
+def test_a_g_prior_keeps_the_curvature_it_has() -> None:
+    net = network()
+    prior = state_bound("GPrior", 0.0, net)
+    assert prior.needs_curvature
+    scaled = prior.with_scale(torch.linspace(1, 2, net.selection.size))
+    assert not scaled.needs_curvature
+    assert_same(class_named("GPrior").from_state(scaled.state(), net), scaled)
+
+
+@pytest.mark.parametrize("name", STATE_PRIORS)
+def test_a_bound_prior_is_bound_again_as_it_is(name: str) -> None:
+    net = network()
+    prior = state_bound(name, MEAN, net)
+    assert_same(prior.bound(net.selection, net.theta()), prior)
+
+
+def test_a_state_without_precisions_is_refused() -> None:
+    net = network()
+    with pytest.raises(lw.errors.FileError, match="precision"):
+        class_named("Isotropic").from_state(State("Isotropic", {"mean": 0.0, "members": []}), net)
+    with pytest.raises(lw.errors.FileError, match="members"):
+        class_named("Grouped").from_state(State("Grouped", {"mean": 0.0}, {"precision": torch.ones(2)}), net)
+
+
+# The kernel that a prior makes between outputs, against J A⁻¹ J'ᵀ by dense matrices.
+
+ONE, OTHER = 3, 2
+KINDS = ["isotropic", "per_layer", "diagonal", "g", "g of single weights"]
+SINGLE = ["mlp", "cnn", "conv_zoo", "norms", "attention", "gru", "embedding", "tied", "shared_weight"]
+
+
+@cache
+def rows(name: str) -> tuple[Tensor, Tensor]:
+    """Of two batches, (B M, P) each, one backward pass for every row."""
+    case, model = BY_NAME[name], BY_NAME[name].build()
+    return (
+        dense.jacobian(model, case.batch(ONE), ONE).flatten(0, 1),
+        dense.jacobian(model, case.batch(OTHER, seed=8), OTHER).flatten(0, 1),
+    )
+
+
+def prior(kind: str, network: Network) -> BoundPrior:
+    """With precisions that are all different, where the kind has several."""
+    size, theta = network.selection.size, network.theta()
+    spread = torch.linspace(0.3, 4.0, size, dtype=D)[torch.randperm(size, generator=torch.Generator().manual_seed(1))]
+    if kind == "isotropic":
+        return lw.isotropic(0.7).bound(network.selection, theta)
+    if kind == "per_layer":
+        layers = len(set(network.selection.layer_of()))
+        return lw.per_layer(torch.linspace(0.2, 3.0, layers, dtype=D)).bound(network.selection, theta)
+    if kind == "diagonal":
+        return lw.priors.diagonal(spread).bound(network.selection, theta)
+    scale = spread if kind == "g of single weights" else torch.full((size,), 2.5, dtype=D)
+    return lw.priors.g_prior(0.6).bound(network.selection, theta).with_scale(scale)
+
+
+def jacobians(network: Network, name: str) -> tuple[LayerJacobians, LayerJacobians]:
+    case = BY_NAME[name]
+    return tuple(network.linearise(case.batch(n, seed=s)).jacobians() for n, s in ((ONE, 5), (OTHER, 8)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_dense_matrices(name: str) -> None:
+    """Between two batches and of one with itself; rows run over outputs within samples."""
+    network = Network.build(BY_NAME[name].build(), BY_NAME[name].batch(ONE))
+    jac, other_jac = jacobians(network, name)
+    one, other = rows(name)
+    for kind in KINDS:
+        given = prior(kind, network)
+        assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one, other, given.vector))
+        assert_close(prior_kernel(jac, given), inducing.kernel(one, one, given.vector))
+        assert_close(prior_kernel(jac.materialised(), given, other_jac), inducing.kernel(one, other, given.vector))
+        assert_close(
+            prior_kernel(jac.materialised(), given, other_jac.materialised()), inducing.kernel(one, other, given.vector)
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_weights(name: str, kind: str) -> None:
+    """Of those that are not selected nothing is left, whatever their precision would be."""
+    case, (one, other) = BY_NAME[name], rows(name)
+    index = torch.arange(1, one.shape[1], 3)
+    network = Network.build(case.build(), case.batch(ONE), lw.subnetwork(index))
+    jac, other_jac = jacobians(network, name)
+    given = prior(kind, network)
+    assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one[:, index], other[:, index], given.vector))
+
+
+@pytest.mark.parametrize("weights", [lw.last_layer, lw.named("bias")], ids=["last", "bias"])
+def test_some_parameters(weights: Any) -> None:
+    case = BY_NAME["mlp"]
+    network = Network.build(case.build(), case.batch(ONE), weights)
+    jac, other_jac = jacobians(network, "mlp")
+    names = list(network.selection.names)
+    one, other = (dense.jacobian(case.build(), case.batch(n, seed=s), n, names).flatten(0, 1)
+                  for n, s in ((ONE, 5), (OTHER, 8)))  # fmt: skip
+    given = prior("per_layer", network)
+    assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one, other, given.vector))
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet_batchnorm", "conv_zoo", "attention", "lstm", "embedding"])
+def test_a_small_byte_budget_changes_nothing(name: str) -> None:
+    network = Network.build(BY_NAME[name].build(), BY_NAME[name].batch(ONE))
+    one, other = rows(name)
+    for kind in ("isotropic", "diagonal"):
+        given = prior(kind, network)
+        jac, other_jac = jacobians(network, name)
+        with lw.memory.limited(1):
+            kernel = prior_kernel(jac, given, other_jac)
+        assert_close(kernel, inducing.kernel(one, other, given.vector))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "norms", "embedding"])
+def test_slopes_in_the_precisions(name: str, kind: str) -> None:
+    """Of a sum of entries, against -Σ weights J_i J'_i / a_i², group by group."""
+    network = Network.build(BY_NAME[name].build(), BY_NAME[name].batch(ONE))
+    jac, other_jac = jacobians(network, name)
+    given = prior(kind, network)
+    leaf = given.values.detach().clone().requires_grad_()
+    kernel = prior_kernel(jac, given.with_precision(leaf), other_jac)
+    mixed = torch.randn(kernel.shape, dtype=D)
+    (slope,) = torch.autograd.grad((kernel * mixed).sum(), leaf)
+    one, other = rows(name)
+    scale = torch.ones(len(given.vector), dtype=D) if given.scale is None else given.scale
+    each = -((mixed @ other) * one).sum(0) * scale / given.vector.square()
+    assert_close(slope.reshape(-1), given.sum_groups(each))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "resnet_batchnorm", "token_level"])
+def test_the_precision_without_data_has_the_kernels_blocks(name: str, kind: str) -> None:
+    """Within each sample and token what the whole kernel has there."""
+    network = Network.build(BY_NAME[name].build(), BY_NAME[name].batch(ONE))
+    jac, _ = jacobians(network, name)
+    given = prior(kind, network)
+    precision = prior_precision(given, network.layout, network.selection)
+    (one, _), classes = rows(name), network.output_shape[-1]
+    data = one.reshape(-1, classes, one.shape[1])
+    expected = dense.output_covariance(data, torch.diag(1 / given.vector))
+    assert_close(precision.quadratic(jac).reshape(expected.shape), expected)
+    assert_close(precision.quadratic(jac, full=False).reshape(-1), expected.diagonal(dim1=1, dim2=2).reshape(-1))
+    assert_close(precision.cross(jac), inducing.kernel(one, one, given.vector))
+
+
+def test_float32_networks_have_float32_kernels() -> None:
+    case = BY_NAME["cnn"]
+    network = Network.build(case.build(torch.float32), case.batch(ONE, torch.float32))
+    jac, other_jac = (network.linearise(case.batch(n, torch.float32, s)).jacobians() for n, s in ((ONE, 5), (OTHER, 8)))
+    given = prior("isotropic", network)
+    kernel = prior_kernel(jac, given, other_jac)
+    assert kernel.dtype == torch.float32
+    one, other = rows("cnn")
+    assert_close(kernel, inducing.kernel(one, other, given.vector))
+    assert_close(prior_kernel(jac.double(), given, other_jac.double()), kernel.double(), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "gru"])
+def test_the_model_is_left_as_it_was(name: str) -> None:
+    model, case = BY_NAME[name].build(), BY_NAME[name]
+
+    def run() -> Tensor:
+        network = Network.build(model, case.batch(ONE))
+        return prior_kernel(jacobians(network, name)[0], prior("per_layer", network))
+
+    kernel = problems.unchanged(model, run)
+    assert not kernel.requires_grad

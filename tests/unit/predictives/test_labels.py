@@ -1,4 +1,4 @@
-"""Class probabilities under Gaussian logits: three links, their limits, and what is uncertain about them."""
+"""Distributions of labels: softmax with its links, and binary."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from scipy import integrate, stats
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.predictives.labels import SoftmaxPredictive
+from lapwing.predictives.labels import SoftmaxPredictive, logit_draws, pairwise, probit
 from lapwing.values.gaussian import Deferred
-from tests.tolerances import assert_close, assert_within
+from tests.tolerances import assert_close, assert_near, assert_within
+
+# Class probabilities under Gaussian logits: three links, their limits, and what is uncertain about them.
 
 D = torch.float64
 B, C = 5, 4
@@ -216,3 +218,205 @@ def test_probit_needs_variances_alone() -> None:
     p = SoftmaxPredictive(b, "probit")
     assert_close(p.probs.sum(-1), torch.ones(B, dtype=D))
     assert p.entropy.shape == (B,)
+
+
+# Probabilities of one under Gaussian logits, against numerical integration.
+
+QUADRATURE = 0.4  # 5e-7: what 64 nodes reach at a variance of nine
+MEANS = torch.tensor([[0.0, 1.5], [-3.0, 0.4], [6.0, -0.2]], dtype=D)
+VARIANCES = torch.tensor([[0.5, 2.0], [1.0, 4.0], [9.0, 1e-4]], dtype=D)
+
+
+def binary_belief(scale: float = 1.0, dtype: torch.dtype = D) -> lw.FunctionGaussian:
+    return lw.FunctionGaussian(MEANS.to(dtype), torch.diag_embed(scale * VARIANCES).to(dtype))
+
+
+def expectation(mean: float, variance: float, of: object) -> float:
+    std = math.sqrt(variance)
+    density = stats.norm(mean, std).pdf
+    return integrate.quad(lambda z: density(z) * of(z), mean - 12 * std, mean + 12 * std, epsabs=1e-13, limit=400)[0]
+
+
+def sigmoid(z: float) -> float:
+    return 1 / (1 + math.exp(-z))
+
+
+def entropy(p: float) -> float:
+    return 0.0 if p in (0.0, 1.0) else -p * math.log(p) - (1 - p) * math.log1p(-p)
+
+
+def each(of: object) -> Tensor:
+    rows = [[expectation(float(m), float(v), of) for m, v in zip(*pair, strict=True)]
+            for pair in zip(MEANS, VARIANCES, strict=True)]  # fmt: skip
+    return torch.tensor(rows, dtype=D)
+
+
+def test_quadrature_is_the_integral() -> None:
+    assert_close(lw.Bernoulli(link="quadrature").predict(binary_belief()).probs, each(sigmoid), QUADRATURE)
+
+
+def test_probit_is_near_the_integral() -> None:
+    """The sigmoid is matched by a probit; the two differ by at most 0.019 (MacKay 1992)."""
+    probs = lw.Bernoulli(link="probit").predict(binary_belief()).probs
+    assert float((probs - each(sigmoid)).abs().max()) <= 0.02
+    expected = torch.sigmoid(MEANS / (1 + math.pi * VARIANCES / 8).sqrt())
+    assert_close(probs, expected)
+
+
+@pytest.mark.parametrize("link", ["probit", "quadrature"])
+def test_without_spread_it_is_the_sigmoid(link: str) -> None:
+    p = lw.Bernoulli(link=link).predict(binary_belief(0.0))
+    assert_close(p.probs, MEANS.sigmoid())
+    assert float(p.mutual_information.max()) <= 16 * torch.finfo(D).eps
+
+
+@pytest.mark.parametrize("link", ["probit", "quadrature"])
+def test_log_prob_sums_over_labels(link: str) -> None:
+    p = lw.Bernoulli(link=link).predict(binary_belief())
+    y = torch.tensor([[0, 1], [1, 1], [0, 0]])
+    expected = torch.where(y == 1, p.probs.log(), (1 - p.probs).log()).sum(-1)
+    assert_close(p.log_prob(y), expected)
+    assert_close(p.distribution.log_prob(y.double()), expected)
+
+
+def test_a_single_label_needs_no_dimension() -> None:
+    p = lw.Bernoulli().predict(lw.FunctionGaussian(MEANS[:, :1], VARIANCES[:, :1, None]))
+    y = torch.tensor([0, 1, 1])
+    assert p.probs.shape == (3, 1)
+    assert_close(p.log_prob(y), p.log_prob(y[:, None]))
+    assert p.log_prob(y).shape == (3,)
+
+
+@pytest.mark.parametrize(("logit", "y"), [(30.0, 0.0), (-30.0, 1.0), (-200.0, 1.0), (200.0, 0.0)])
+def test_binary_log_prob_of_confident_logits_is_finite(logit: float, y: float) -> None:
+    """One less sigmoid(30) is zero in float32, its logarithm is not minus infinity."""
+    b = lw.FunctionGaussian(torch.full((1, 1), logit), torch.zeros(1, 1, 1))
+    log_prob = lw.Bernoulli().predict(b).log_prob(torch.full((1, 1), y))
+    assert float(log_prob) == pytest.approx(-abs(logit), rel=1e-6)
+
+
+def test_entropy_and_mutual_information() -> None:
+    p = lw.Bernoulli(link="quadrature").predict(binary_belief())
+    expected = each(lambda z: entropy(sigmoid(z))).sum(-1)
+    assert_close(p.aleatoric, expected, QUADRATURE)
+    total = torch.tensor([[entropy(float(q)) for q in row] for row in each(sigmoid)], dtype=D).sum(-1)
+    assert_close(p.entropy, total, QUADRATURE)
+    assert_close(p.mutual_information, total - expected, QUADRATURE)
+    assert_close(p.epistemic, p.mutual_information)
+
+
+def test_binary_samples_follow_the_probabilities(generator: torch.Generator) -> None:
+    p = lw.Bernoulli().predict(binary_belief())
+    draws = p.sample(4000, generator)
+    assert draws.shape == (4000, 3, 2)
+    assert set(draws.unique().tolist()) == {0.0, 1.0}
+    assert_within(draws, p.probs)
+    one, two, other = (p.sample(20, torch.Generator().manual_seed(s)) for s in (5, 5, 6))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+
+
+# Links against the integral that they approximate.
+
+LINKS_B = 30
+
+
+def links_belief(classes: int) -> lw.FunctionGaussian:
+    """Return beliefs with variances from .1 to 100."""
+    root = torch.randn(LINKS_B, classes, classes, dtype=D)
+    variance = (10 ** torch.linspace(-1, 2, LINKS_B, dtype=D))[:, None, None]
+    return lw.FunctionGaussian(3 * torch.randn(LINKS_B, classes, dtype=D), variance * root @ root.mT / classes)
+
+
+def divergence(log_probs: Tensor, b: lw.FunctionGaussian) -> float:
+    """Return the mean KL divergence from the integral, by many quasi-random draws."""
+    exact = logit_draws(b, 2**14, 3).softmax(-1).mean(0)
+    return float((exact * (exact.log() - log_probs)).sum(-1).mean())
+
+
+@pytest.mark.parametrize(("classes", "limit"), [(2, 2e-3), (3, 0.03), (10, 0.08)])
+def test_pairwise_is_near_the_integral(classes: int, limit: float) -> None:
+    b = links_belief(classes)
+    assert divergence(pairwise(b), b) < limit
+    assert divergence(pairwise(b), b) < divergence(probit(b), b)
+
+
+def test_pairwise_is_its_formula() -> None:
+    b = links_belief(4)
+    expected = torch.empty(LINKS_B, 4, dtype=D)
+    for n in range(LINKS_B):
+        for k in range(4):
+            total = torch.zeros((), dtype=D)
+            for i in range(4):
+                spread = b.cov[n, k, k] + b.cov[n, i, i] - 2 * b.cov[n, k, i]
+                total += torch.exp(-(b.mean[n, k] - b.mean[n, i]) / (1 + 3 * spread / torch.pi**2).sqrt())
+            expected[n, k] = -total.log()
+    assert_close(pairwise(b), expected.log_softmax(-1))
+
+
+@pytest.mark.parametrize("classes", [5, 300])
+def test_pairwise_ignores_a_shift_that_all_logits_share(classes: int) -> None:
+    b = links_belief(classes)
+    shifted = lw.FunctionGaussian(b.mean + 7, b.cov + 50)
+    assert_close(pairwise(shifted), pairwise(b))
+
+
+def test_many_classes_without_variance_take_no_pairs() -> None:
+    """The plain network of a large vocabulary: the softmax itself, and not the same numbers from C² differences."""
+    mean = 3 * torch.randn(LINKS_B, 300, dtype=D)
+    none = lambda: torch.zeros_like(mean)
+    certain = lw.FunctionGaussian(mean, Deferred(none, none, none))
+    assert torch.equal(pairwise(certain), mean.log_softmax(-1))
+    nearly = lw.FunctionGaussian(mean, Deferred(none, none, lambda: torch.full_like(mean, 1e-12)))
+    assert_close(pairwise(nearly), pairwise(certain))
+
+
+def test_many_classes_need_no_covariance() -> None:
+    classes = 300
+    variance = 4 * torch.rand(LINKS_B, classes, dtype=D)
+    mean = 3 * torch.randn(LINKS_B, classes, dtype=D)
+
+    def refused() -> Tensor:
+        raise AssertionError("the (B, C, C) covariance was formed")
+
+    centred = lw.FunctionGaussian(mean, torch.diag_embed(variance)).centred_variance
+    log_probs = pairwise(lw.FunctionGaussian(mean, Deferred(lambda: variance, refused, lambda: centred)))
+    spread = variance.unsqueeze(-1) + variance.unsqueeze(-2)  # of independent logits, but for the diagonal
+    gap = mean.unsqueeze(-1) - mean.unsqueeze(-2)
+    expected = (-torch.logsumexp(-gap / (1 + 3 * spread / torch.pi**2).sqrt(), -1)).log_softmax(-1)
+    assert_near(log_probs, expected, 0.1)  # centring changes the variances by some 2 / C of themselves
+
+
+@pytest.mark.parametrize("n", [64, 65, 128])
+def test_draws_are_antithetic_and_have_the_moments_of_the_belief(n: int) -> None:
+    b = links_belief(6)
+    draws = logit_draws(b, n, 0)
+    assert draws.shape == (n, LINKS_B, 6)
+    centred = lambda t: t - t.mean(-1, keepdim=True)
+    deviations = centred(draws) - centred(b.mean)
+    half = (n + 1) // 2
+    assert_close(deviations[: n - half], -deviations[half:])
+    if n % 2 == 0:
+        cov = torch.einsum("nbc,nbd->bcd", deviations, deviations) / n
+        project = torch.eye(6, dtype=D) - 1 / 6
+        assert_close(cov, project @ b.cov @ project)
+
+
+def test_equal_seeds_give_equal_draws_and_others_do_not() -> None:
+    b = links_belief(3)
+    assert_close(logit_draws(b, 32, 1), logit_draws(b, 32, 1))
+    assert float((logit_draws(b, 32, 1) - logit_draws(b, 32, 2)).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("likelihood", [lw.Categorical, lw.Bernoulli])
+def test_link_temperature_divides_mean_and_spread(likelihood: type) -> None:
+    b = links_belief(4)
+    divided = lw.FunctionGaussian(b.mean / 2.5, b.cov / 2.5**2)
+    assert_close(likelihood(link_temperature=2.5).predict(b).probs, likelihood().predict(divided).probs)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("likelihood", [lw.Categorical, lw.Bernoulli])
+def test_a_wrong_link_temperature_is_refused(likelihood: type, value: float) -> None:
+    with pytest.raises(lw.errors.DataError, match="link_temperature"):
+        likelihood(link_temperature=value)
