@@ -21,20 +21,21 @@ from torch import Tensor
 
 from lapwing.errors import CallError, DataError, LapwingError, UnsupportedError
 
+T = TypeVar("T")
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-def is_real(value: Any) -> bool:
+def is_real(value: object) -> bool:
     """Return whether the value is a real number, NaN and infinity included; booleans are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     """Return whether the value is a whole number by its type; booleans are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """Describe a value in a few words, for an error message.
 
     >>> describe(torch.zeros(3, 2)), describe(dict), describe("kron")
@@ -54,18 +55,18 @@ class Rule:
     """What an argument must be, in words that follow "expected", and a test of it."""
 
     expected: str
-    holds: Callable[[Any], Any]
+    holds: Callable[[Any], object]
     error: type[LapwingError] = UnsupportedError
     names: Collection[str] = ()  # to ask whether one of them was meant
 
-    def admits(self, value: Any) -> bool:
+    def admits(self, value: object) -> bool:
         """Return whether the value is as expected."""
         try:
             return bool(self.holds(value))
         except (TypeError, ValueError, RuntimeError, AttributeError):  # another type does not even take the test
             return False
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         """Raise unless the value is as expected."""
         if not self.admits(value):
             raise self.error(f"{name} is {describe(value)}; expected {self.expected}.{nearest(value, self.names)}")
@@ -108,12 +109,12 @@ TENSOR = Rule(
 )
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Return whether the value is a tensor, a NumPy array, a data frame or one of its columns."""
     return hasattr(value, "__array__") and not isinstance(value, type)
 
 
-def is_data(value: Any) -> bool:
+def is_data(value: object) -> bool:
     """Return whether the value can hold batches: it has parts, and is no text, mapping, set, array, model or class.
 
     An iterator has parts. ``Data`` refuses it and says why.
@@ -153,7 +154,7 @@ def one_of(names: Collection[str], error: type[LapwingError] = UnsupportedError)
     return Rule(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names, error, names)
 
 
-def nearest(name: Any, names: Collection[str]) -> str:
+def nearest(name: object, names: Collection[str]) -> str:
     """Return a question that names the most similar of the names, or nothing if none is similar.
 
     >>> nearest("regresion", ["classification", "regression"])
@@ -167,7 +168,7 @@ def nearest(name: Any, names: Collection[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def setting(default: Any, rule: Rule, *, stored: Any = None, stored_as: str = "", **options: Any) -> Any:
+def setting(default: T, rule: Rule, *, stored: object = None, stored_as: str = "", repr: bool = True) -> T:
     """Declare a field of a dataclass that inherits from ``HasSettings``.
 
     Args:
@@ -175,14 +176,14 @@ def setting(default: Any, rule: Rule, *, stored: Any = None, stored_as: str = ""
         rule: What the setting must be.
         stored: The field of the setting in a file (``runtime.state``), if a file must hold more than the rule says.
         stored_as: The attribute that a file holds in the place of the setting, if it is another one.
-        options: As for ``dataclasses.field``.
+        repr: As for ``dataclasses.field``.
     """
-    return field(default=default, metadata={"rule": rule, "stored": stored, "name": stored_as}, **options)
+    return field(default=default, repr=repr, metadata={"rule": rule, "stored": stored, "name": stored_as})
 
 
-def required(rule: Rule, **options: Any) -> Any:
+def required(rule: Rule) -> Any:
     """Declare a setting without a default."""
-    return setting(MISSING, rule, **options)
+    return setting(MISSING, rule)
 
 
 class HasSettings:

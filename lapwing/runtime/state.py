@@ -61,7 +61,7 @@ class Field:
         raise NotImplementedError
 
 
-def refusal(seen: Any, expected: str) -> FileError:
+def refusal(seen: object, expected: str) -> FileError:
     """Return the error for a value that is not as expected."""
     return FileError(f"is {seen!r:.60}; expected {expected}")
 
@@ -73,7 +73,7 @@ class Real(Field):
     least: float = -LARGEST
     most: float = LARGEST
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise refusal(value, "a number")
         if not self.least <= value <= self.most:
@@ -93,7 +93,7 @@ class Whole(Field):
     most: int = MOST
     size: str | None = None
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> int:
         if type(value) is not int or not self.least <= value <= self.most:
             raise refusal(value, f"a whole number from {self.least} to {self.most}")
         if not known.fits(value, self.size):
@@ -105,7 +105,7 @@ class Whole(Field):
 class Flag(Field):
     """True or false."""
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> bool:
         if not isinstance(value, bool):
             raise refusal(value, "true or false")
         return value
@@ -117,7 +117,7 @@ class Text(Field):
 
     choices: tuple[str, ...] = ()
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> str:
         if not isinstance(value, str) or (self.choices and value not in self.choices):
             raise refusal(value, f"one of {', '.join(self.choices)}" if self.choices else "a text")
         return value
@@ -130,7 +130,7 @@ class ListOf(Field):
     item: Field
     length: Length = None
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple) or not known.fits(len(value), self.length):
             raise refusal(value, "a list" + (f" of length {self.length}" if self.length is not None else ""))
         return tuple(self.item.read(item, known) for item in value)
@@ -142,7 +142,7 @@ class MapOf(Field):
 
     item: Field
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise refusal(value, "a mapping")
         return {key: self.item.read(item, known) for key, item in value.items()}
@@ -157,7 +157,7 @@ class Record(Field):
     def __init__(self, build: Callable[..., Any], /, **fields: Field) -> None:
         self.build, self.fields = build, fields
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> Any:
         needed = {name for name, each in self.fields.items() if not isinstance(each, Later)}
         if not isinstance(value, Mapping) or not needed <= set(value) <= set(self.fields):
             raise refusal(value, f"exactly the keys {', '.join(self.fields)}")
@@ -204,13 +204,13 @@ class Admitted(Field):
 
     rule: Rule
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> Any:
         if not (_is_moderate(value) and self.rule.admits(value)):
             raise refusal(value, self.rule.expected)
         return tuple(value) if isinstance(value, list) else value
 
 
-def _is_moderate(value: Any) -> bool:
+def _is_moderate(value: object) -> bool:
     """Return whether a value is a text, a flag, None, a number that is neither huge nor tiny, or a list of such."""
     if isinstance(value, list | tuple):
         return all(map(_is_moderate, value))
@@ -246,7 +246,7 @@ class Maybe(Field):
     def __init__(self, field: Field, none: float | None = None) -> None:
         self.field, self.place, self.none = field, field.place, none
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> Any:
         return self.none if value is None else self.field.read(value, known)
 
 
@@ -256,7 +256,7 @@ class Later(Field):
     def __init__(self, field: Field) -> None:
         self.field, self.place = field, field.place
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> Any:
         return self.field.read(value, known)
 
 
@@ -266,7 +266,7 @@ class Either(Field):
     def __init__(self, *fields: Field) -> None:
         self.fields, self.place = fields, fields[0].place
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> Any:
         errors = []
         for each in self.fields:
             try:
@@ -276,7 +276,7 @@ class Either(Field):
         raise FileError(", or ".join(errors))
 
 
-def _read_named(name: str, field: Field, value: Any, known: Known) -> Any:
+def _read_named(name: str, field: Field, value: object, known: Known) -> Any:
     """Return the checked value; an error says the name."""
     try:
         return field.read(value, known)
@@ -463,7 +463,7 @@ def refuse_undeclared(cls: type, has_owner: bool) -> None:
         )
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> object:
     """Return a value as what JSON can hold: dataclasses as mappings, numbers without types, infinity as None.
 
     >>> plain(torch.tensor([1.0, 2.0])), plain(math.inf)
