@@ -145,7 +145,7 @@ def test_derivatives_of_first_and_second_order() -> None:
     for call, width in ((operator.forward, SIZE), (operator.back, ROWS)):
         x = torch.randn(2, width, dtype=D, requires_grad=True)
         assert torch.autograd.gradcheck(call, (x,), check_forward_ad=False)
-        assert torch.autograd.gradgradcheck(lambda x, p=product: p(x).square(), (x,))
+        assert torch.autograd.gradgradcheck(lambda x, p=call: p(x).square(), (x,))
 
 
 def test_second_derivatives_of_a_square() -> None:
