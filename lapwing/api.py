@@ -34,7 +34,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.selection import Weights
 from lapwing.priors.base import Prior
 from lapwing.recipes import Recipe, online
-from lapwing.registry import Auto, named
+from lapwing.registry import Auto, find_method, find_weights
 from lapwing.runtime.settings import GENERATOR, NONE, PATH, Rule
 from lapwing.runtime.threads import Stream, should_show_progress, with_inner_progress
 from lapwing.training import loop as training
@@ -132,7 +132,7 @@ def fit(
     model, data = extract_network(model), extract_data(model, data)
     processes = Processes.of(process_group)
     generator = processes.common_generator(generator)
-    chosen = named("method", method)
+    chosen = find_method(method)
     if tuner is not None:
         check_tuner(tuner)
     run = FitInProgress(
@@ -208,7 +208,7 @@ def train(
     recipe = online() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise UnsupportedError(f"recipe is {recipe!r:.80}; expected online(...), classic(...) or a Recipe.")
-    copied, chosen_weights = copy.deepcopy(unwrap(model)).eval(), named("weights", weights)
+    copied, chosen_weights = copy.deepcopy(unwrap(model)).eval(), find_weights(weights)
     network = Network.build(copied, several.inputs, chosen_weights, path_of(output))
     chosen = likelihood_for(likelihood, network, several, network(several.inputs))
     if chosen.needs_residuals:

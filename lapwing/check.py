@@ -20,7 +20,7 @@ from lapwing.networks.normalised import ScaleFree, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.priors import Isotropic
 from lapwing.problem import Problem
-from lapwing.registry import METHODS, Auto, Choice, named
+from lapwing.registry import METHODS, Auto, Choice, find_likelihood, find_weights
 from lapwing.runtime.settings import FLAG, NONE, Rule, is_integer
 from lapwing.trials import Trials
 
@@ -161,7 +161,7 @@ def check(
     device = device_of(model)
     given, targets = _inputs(model, as_tensors(batch, arithmetic_of(model)))
     inputs = move_inputs(given, lambda t: t.to(device))
-    network = Network.build(model, inputs, named("weights", weights), path_of(output))
+    network = Network.build(model, inputs, find_weights(weights), path_of(output))
     problem = _problem(network, likelihood)
     workload = workload_of(network, inputs, data)
     layers = [
@@ -201,7 +201,7 @@ def _outputs(network: Network) -> tuple[int, ...]:
 def _problem(network: Network, likelihood: Likelihood | str | None) -> Problem:
     """Return the problem that methods are timed on."""
     usual = "classification" if network.output_shape[-1] > 1 else "regression"
-    chosen: Likelihood = named("likelihood", usual if likelihood is None else likelihood)
+    chosen: Likelihood = find_likelihood(usual if likelihood is None else likelihood)
     return Problem(network, chosen, Isotropic(1.0).bound(network.selection, network.theta(), None), False)
 
 

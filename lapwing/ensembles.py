@@ -20,7 +20,7 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.ensemble import reinitialise
 from lapwing.networks.forward import arithmetic_of, unwrap
 from lapwing.recipes import Recipe, fixed
-from lapwing.registry import named
+from lapwing.registry import find_likelihood
 from lapwing.runtime.files import write_atomically
 from lapwing.runtime.settings import NONE, PATH, integer, refuse_other_arguments
 from lapwing.runtime.threads import Stream, should_show_progress
@@ -86,7 +86,7 @@ def train_ensemble(
         read = Data(
             data, cpu, target_key, should_show_progress(progress), stream=Stream(0, cpu), dtype=arithmetic_of(model)
         )
-        _refuse_other_call(Path(folder), recipe, named("likelihood", likelihood), DataSummary.of(read))
+        _refuse_other_call(Path(folder), recipe, find_likelihood(likelihood), DataSummary.of(read))
     trained = []
     for number in range(members):
         of_member = replace(recipe, seed=recipe.seed + number)

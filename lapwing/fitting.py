@@ -39,7 +39,7 @@ from lapwing.posteriors.base import MANY, Posterior
 from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.priors.base import Prior
 from lapwing.problem import Problem, check_named_targets, check_targets, check_targets_for, mean_squared_residual
-from lapwing.registry import Auto, named, prior_for
+from lapwing.registry import Auto, find_likelihood, find_weights, prior_for
 from lapwing.runtime.threads import independent_generator, should_show_progress, uniform
 from lapwing.tuners.base import MaximiseEvidence, Tuner, follows_evidence, run_tuner, start_near_optimum
 from lapwing.tuners.fixed_point import SampleEM
@@ -74,7 +74,7 @@ def problem_of(
 ) -> Problem:
     """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
     first, several = data.peek()
-    network = Network.build(model, several.inputs, named("weights", weights), output)
+    network = Network.build(model, several.inputs, find_weights(weights), output)
     refuse_other_models(network.model, data.processes)
     f = network(first.inputs)
     chosen = likelihood_for(likelihood, network, first, f)
@@ -93,7 +93,7 @@ def likelihood_for(given: Likelihood | str, network: Network, batch: Batch, f: T
     "classification" with one output is binary. The loss of a model that takes labels must be that of the likelihood.
     """
     is_binary = isinstance(given, str) and given == "classification" and f.shape[-1] == 1
-    likelihood: Likelihood = named("likelihood", "binary" if is_binary else given)
+    likelihood: Likelihood = find_likelihood("binary" if is_binary else given)
     likelihood.check_outputs(f.flatten(0, 1) if network.image else f)  # the channels of images are known
     likelihood.check_last(network.last_operation)
     own = (

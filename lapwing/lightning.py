@@ -19,7 +19,7 @@ except ImportError:
 from lapwing.api import fit
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.base import Likelihood
-from lapwing.registry import named
+from lapwing.registry import find_likelihood
 from lapwing.runtime.settings import FLAG
 
 __all__ = ["LaplaceCallback"]
@@ -50,7 +50,7 @@ class LaplaceCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, likelihood: Likelihood | str, *, calibrate: bool = True, **settings: Any) -> None:
         FLAG.check("calibrate", calibrate)
-        named("likelihood", likelihood)  # a wrong name is found now and not after the training
+        find_likelihood(likelihood)  # a wrong name is found now and not after the training
         self.likelihood = likelihood
         self.calibrate = calibrate
         self.settings = settings

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -41,18 +41,22 @@ from lapwing.priors import Isotropic
 from lapwing.priors.base import Prior
 from lapwing.runtime.settings import FLAG, HasSettings, Rule, integer, is_real, refuse_other_settings, setting
 
+T = TypeVar("T")
+Names: TypeAlias = Mapping[str, Callable[[], T]]  # what names stand for
+
 METHODS: dict[str, type[Method]] = {
     "full": Full, "diagonal": Diagonal, "kron": Kron, "ekron": EKron, "low_rank": LowRank, "map_only": MapOnly,
     "kernel_space": KernelSpace, "sampled": Sampled, "ella": ELLA, "valla": VaLLA, "fmgp": FMGP, "hfl": HFL,
     "ensemble": Ensemble, "dropout": MCDropout, "swag": SWAG,
     "ivon": IVON, "mixture_of_laplace": MixtureOfLaplace, "variational_last_layer": VariationalLastLayer,
 }  # fmt: skip
-LIKELIHOODS = {
+LIKELIHOODS: dict[str, type[Likelihood]] = {
     "classification": Categorical, "categorical": Categorical, "regression": Gaussian, "gaussian": Gaussian,
     "binary": Bernoulli, "bernoulli": Bernoulli, "multilabel": Bernoulli, "poisson": Poisson, "counts": Poisson,
     "heteroscedastic": HeteroscedasticGaussian,
 }  # fmt: skip
-WEIGHTS = {"all": AllWeights, "all_weights": AllWeights, "last_layer": LastLayer}
+WEIGHTS: dict[str, Callable[[], Weights]] = {"all": AllWeights, "all_weights": AllWeights, "last_layer": LastLayer}
+INHERITS = "whose class inherits from"
 BY_LAYERS = 2  # the tier of Kronecker methods
 RATE = 2e10  # multiplications in a second on a plain processor; a GPU does a hundred times as many
 
@@ -142,45 +146,40 @@ class Auto(HasSettings):
 refuse_other_settings([Auto, *METHODS.values(), *LIKELIHOODS.values()])
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One kind of argument of ``fit``: the names that stand for objects, and the contract of the objects."""
+def find_method(given: Method | Auto | str | None) -> Method | Auto:
+    """Return the method that was given or that a name stands for, ``Kron()`` for None; raise for anything else.
 
-    names: Mapping[Any, Any]  # None stands for the default
-    contract: Any
-    example: str
-
-
-KINDS: Mapping[str, Kind] = {
-    "method": Kind(
-        {None: Kron, **METHODS, "auto": Auto}, (Method, Auto), "lw.Kron(), whose class inherits from Method"
-    ),
-    "likelihood": Kind(LIKELIHOODS, Likelihood, "lw.Gaussian(), whose class inherits from Likelihood"),
-    "weights": Kind({None: AllWeights, **WEIGHTS}, Weights, "lw.subnetwork(index)"),
-}
-
-
-def named(what: str, given: Any) -> Any:
-    """Return the object that was given, or the one that a name stands for; raise for classes and anything else.
-
-    ``what`` is "method", "likelihood" or "weights". None stands for the default method or weights.
-
-    >>> named("method", "full"), named("weights", None)
-    (Full(curvature='ggn', limit=None, draws=4), AllWeights())
+    >>> find_method("full"), find_method(None) == Kron()
+    (Full(curvature='ggn', limit=None, draws=4), True)
     """
-    kind = KINDS[what]
-    names = [name for name in kind.names if name]
+    names: Names[Method | Auto] = {**METHODS, "auto": Auto}
+    chosen: Method | Auto | str = Kron() if given is None else given
+    return _find("method", chosen, names, (Method, Auto), f"lw.Kron(), {INHERITS} Method")
+
+
+def find_likelihood(given: Likelihood | str) -> Likelihood:
+    """Return the likelihood that was given or that a name stands for; raise for anything else."""
+    names: Names[Likelihood] = LIKELIHOODS
+    return _find("likelihood", given, names, (Likelihood,), f"lw.Gaussian(), {INHERITS} Likelihood")
+
+
+def find_weights(given: Weights | str | None) -> Weights:
+    """Return the rule that was given or that a name stands for, all weights for None; raise for anything else."""
+    return _find("weights", AllWeights() if given is None else given, WEIGHTS, (Weights,), "lw.subnetwork(index)")
+
+
+def _find(what: str, given: object, names: Names[T], contract: tuple[type, ...], example: str) -> T:
     if isinstance(given, type):
         raise UnsupportedError(f"{what} is the class {given.__name__}; expected an object: {given.__name__}().")
-    if isinstance(given, str | None) and given in kind.names:
-        return kind.names[given]()
+    if isinstance(given, str) and given in names:
+        return names[given]()
     objects = Rule(
-        f"one of {', '.join(names)}, or an object such as {kind.example}",
-        lambda v: isinstance(v, kind.contract) and not isinstance(v, nn.Module),
-        names=names,
+        f"one of {', '.join(names)}, or an object such as {example}",
+        lambda v: isinstance(v, contract) and not isinstance(v, nn.Module),
+        names=list(names),
     )
     objects.check(what, given)
-    return given
+    return cast("T", given)
 
 
 def prior_for(given: Any) -> Prior:

@@ -31,7 +31,7 @@ from lapwing.networks.selection import NeedsNoGraph, Selection, Subnetwork, Weig
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.base import Prior
 from lapwing.problem import Problem
-from lapwing.registry import named
+from lapwing.registry import find_weights
 from lapwing.runtime.memory import refuse_large_result
 from lapwing.runtime.settings import GENERATOR, NONE, Rule, integer, is_integer, is_real
 from lapwing.runtime.threads import independent_generator, should_show_progress, uniform
@@ -49,7 +49,7 @@ NUMBER = Rule(
 def candidates_by_name(model: nn.Module, within: Weights | str | None) -> Selection:
     """Return the candidates of a rule that needs no pass over inputs, by their names in the unwrapped model."""
     device_of(model)
-    rule = named("weights", within)
+    rule = find_weights(within)
     if not isinstance(rule, NeedsNoGraph):
         raise UnsupportedError(
             f"within is {rule!r:.80}, which is found by a pass over inputs; expected lw.named(pattern) or "
@@ -192,7 +192,7 @@ def by_swag(
     problem, batches = problem_and_data(model, data, likelihood, None, None, target_key, progress)
     candidates = problem.network
     if within is not None:
-        candidates = Network.build(model, batches.peek()[1].inputs, named("weights", within))
+        candidates = Network.build(model, batches.peek()[1].inputs, find_weights(within))
     positions = positions_of(model, candidates.selection)
     number_to_choose(n, len(positions))  # refuse before the training
     settings = replace(swag or SWAG(), rank=2)  # deviations are not used

@@ -43,7 +43,7 @@ from lapwing.data.streams import InputStream
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.predictives.base import LabelPredictive, NumberPredictive
-from lapwing.registry import LIKELIHOODS, METHODS, named
+from lapwing.registry import LIKELIHOODS, METHODS, find_likelihood
 from lapwing.runtime.settings import NONE, POSITIVE, one_of
 from lapwing.runtime.threads import should_show_progress
 
@@ -139,7 +139,7 @@ def run_fit(arguments: Namespace) -> Outcome:
     refuse_output(arguments)
     generator = seed_all(arguments.seed)
     model = load_model(arguments)
-    reader = make_reader(arguments, model, labels=named("likelihood", arguments.likelihood).has_logits)
+    reader = make_reader(arguments, model, labels=find_likelihood(arguments.likelihood).has_logits)
     data = reader.read(arguments.data)
     held_out = None if arguments.validation is None else reader.beside(data).read(arguments.validation, "--validation")
     posterior = fit(

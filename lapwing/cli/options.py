@@ -22,8 +22,7 @@ from lapwing.cli.models import import_model, load_posterior
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.networks.selection import Weights, named
-from lapwing.registry import WEIGHTS
-from lapwing.registry import named as registered
+from lapwing.registry import WEIGHTS, find_weights
 from lapwing.runtime.settings import usable_device
 
 
@@ -73,7 +72,7 @@ def subset_of(arguments: Namespace) -> Weights:
     """Return the rule that the option stands for."""
     if arguments.subset not in WEIGHTS:
         return named(arguments.subset)
-    rule: Weights = registered("weights", arguments.subset)
+    rule: Weights = find_weights(arguments.subset)
     return rule
 
 

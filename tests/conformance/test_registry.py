@@ -11,7 +11,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.methods.base import Method
-from lapwing.registry import METHODS, named
+from lapwing.registry import METHODS, find_method
 from tests.conformance import declared
 
 PAGES = Path(__file__).parents[2] / "docs" / "methods"
@@ -51,7 +51,7 @@ def test_a_new_method_is_tried_without_a_line_of_test(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_name_stands_for_the_method_with_its_default_settings(name: str) -> None:
-    assert named("method", name) == METHODS[name]()
+    assert find_method(name) == METHODS[name]()
 
 
 @pytest.mark.parametrize("name", METHODS)
