@@ -27,8 +27,7 @@ from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.valla import VaLLA
-from lapwing.networks.last_layer import last_layer
-from lapwing.networks.selection import all_weights, named, subnetwork
+from lapwing.networks.selection import all_weights, last_layer, named, subnetwork
 from lapwing.priors import grouped, isotropic, per_layer
 from lapwing.registry import Auto
 from lapwing.values.gaussian import FunctionGaussian

@@ -27,8 +27,8 @@ from lapwing.fitted import Fitted
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.linalg.dense import eigh
 from lapwing.methods.kernel_space import KernelSpace
-from lapwing.networks.last_layer import last_layer
 from lapwing.networks.passes import outputs_along
+from lapwing.networks.selection import last_layer
 from lapwing.posteriors.base import Posterior
 from lapwing.runtime.settings import POSITIVE, Rule, integer
 from lapwing.runtime.threads import derived_generator, global_seed, normal

@@ -17,10 +17,9 @@ from torch import nn
 from lapwing.data.known_rows import KnownRows
 from lapwing.errors import FileError, LapwingError, ModelError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.networks.fingerprint import Fingerprint, settings_in, structure_of
+from lapwing.networks.fingerprint import Fingerprint, OtherFunctionError, settings_in, structure_of
 from lapwing.networks.forward import refuse_training_mode, unwrap
 from lapwing.networks.network import Network
-from lapwing.networks.probe import OtherFunctionError
 from lapwing.posteriors.base import Posterior
 from lapwing.priors.base import Prior
 from lapwing.problem import Problem

@@ -24,8 +24,7 @@ from lapwing.methods.kron import Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.valla import VaLLA
 from lapwing.networks.forward import arithmetic_of
-from lapwing.networks.last_layer import last_layer
-from lapwing.networks.selection import Selection, Weights, all_weights, named, subnetwork
+from lapwing.networks.selection import Selection, Weights, all_weights, last_layer, named, subnetwork
 from lapwing.priors import DiagonalPrior, Isotropic
 from lapwing.priors.base import Prior
 from lapwing.runtime.settings import (

@@ -39,7 +39,7 @@ from lapwing.linalg.dense import (
     mirror,
 )
 from lapwing.networks.jacobians import Block, BlockJacobian
-from lapwing.networks.last_layer import HeadGGN
+from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.priors.base import BlockPrior
 from lapwing.runtime.state import Array, State, Stored, saved, semidefinite

@@ -21,8 +21,7 @@ from lapwing.linalg.dense import Gram, cholesky, eigh, eigvalsh, mirror, not_def
 from lapwing.networks.forward import raw_output, recording, with_output_dim
 from lapwing.networks.graph import read_graph
 from lapwing.networks.jacobians import Block, LayerJacobians, small_results_budget
-from lapwing.networks.last_layer import HeadGGN
-from lapwing.networks.linear_jacobian import LinearJacobian
+from lapwing.networks.linear_jacobian import HeadGGN, LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.passes import seed_by_seed, vjp
 from lapwing.networks.selection import Selection

@@ -33,8 +33,7 @@ from lapwing.data.processes import Processes
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.dense import Axes, Basis, FullBasis, ThinBasis
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians, flatten_blocks
-from lapwing.networks.last_layer import HeadGGN
-from lapwing.networks.linear_jacobian import LinearJacobian
+from lapwing.networks.linear_jacobian import HeadGGN, LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.base import BlockPrior, BoundPrior

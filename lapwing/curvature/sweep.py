@@ -29,7 +29,7 @@ from lapwing.likelihoods.base import (
     weighted_seeds,
 )
 from lapwing.networks.jacobians import BlockJacobian, LayerJacobians, flatten_blocks, temporary_bytes
-from lapwing.networks.last_layer import HeadGGN
+from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
 from lapwing.problem import Problem, Statistics, check_targets

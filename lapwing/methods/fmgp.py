@@ -21,8 +21,8 @@ from lapwing.linalg.stochastic import Inducing
 from lapwing.methods.base import Conformance, Method, with_validation
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.functionals import is_single_map, last_features
-from lapwing.networks.last_layer import last_layer
 from lapwing.networks.network import Network
+from lapwing.networks.selection import last_layer
 from lapwing.posteriors.base import ALL, Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import chunks, concat_chunks

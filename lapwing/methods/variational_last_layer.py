@@ -16,9 +16,8 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.functionals import is_single_map
-from lapwing.networks.last_layer import LastLayer
 from lapwing.networks.network import Network
-from lapwing.networks.selection import Weights
+from lapwing.networks.selection import LastLayer, Weights
 from lapwing.posteriors.members import MeanFieldPosterior, checked_features
 from lapwing.problem import Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import chunks, refuse_large_result

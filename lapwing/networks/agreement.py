@@ -21,7 +21,7 @@ from lapwing.errors import ModelError
 from lapwing.networks.examine import EXAMINED, relative_gap
 from lapwing.networks.forward import copy_modules, output_without_graph, raw_output, recording, select_kernels
 from lapwing.networks.graph import kept_value_message
-from lapwing.networks.uses import Node
+from lapwing.networks.rules import Node
 
 if TYPE_CHECKING:
     from lapwing.networks.tangent import Tangent

@@ -50,11 +50,10 @@ from lapwing.networks.forward import (
 )
 from lapwing.networks.graph import Graph, forward_differs, read_graph, refuse_wrong_gradients
 from lapwing.networks.jacobians import Block, Footprint
-from lapwing.networks.last_layer import find_head
 from lapwing.networks.ops import operation
 from lapwing.networks.passes import Patterns, find_patterns, numbers_at_once
-from lapwing.networks.selection import Selection, Weights
-from lapwing.networks.uses import Node, Shape, Use, output_numbers, output_shape
+from lapwing.networks.rules import Node, Shape, Use, output_numbers, output_shape
+from lapwing.networks.selection import Selection, Weights, find_head
 from lapwing.runtime.memory import LargestResult
 from lapwing.values.outputs import ImageForm
 

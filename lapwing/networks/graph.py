@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import ModelError
-from lapwing.networks.ops import operation
-from lapwing.networks.rules import broadcast_lookup
-from lapwing.networks.uses import LEAF, Node, Operation, ParameterOperand, Use, lookup, output_shape
+from lapwing.networks.ops import Operation, operation
+from lapwing.networks.rules import LEAF, Node, ParameterOperand, Use, lookup, output_shape
+
+Carried = dict[Node, tuple[str, tuple[tuple[Node, Operation], ...]]]  # its name, and the nodes that move its entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,23 +193,44 @@ def _after_broadcast(
     moved: dict[Node, Use] = {}
     for node in operations if lookups else ():
         for operand in range(len(node.next_functions)):
-            below = broadcast_lookup(node, operand, consumers)
+            below = _broadcast_lookup(node, operand, operations, consumers)
             if below in lookups and below not in moved:
                 name, size = lookups[below].name, lookups[below].table
                 moved[below] = lookup(below, name, size, after=node)
     return tuple(moved.get(use.node, use) if use.node in lookups else use for use in uses)
 
 
-def _carried_parameters(
-    operations: dict[Node, Operation], leaves: Mapping[Node, str]
-) -> dict[Node, tuple[str, tuple[Node, ...]]]:
+def _broadcast_lookup(
+    node: Node, operand: int, operations: Mapping[Node, Operation], consumers: Mapping[Node, int]
+) -> Node | None:
+    """Return the embedding whose rows a sum or an expansion broadcasts over leading dimensions; None if there is none.
+
+    Nothing but changes of shape may lie between them, and nobody else may take the rows.
+    """
+    facts, out = operations[node], output_shape(node)
+    if not ((facts.adds and node._saved_alpha == 1) or facts.expands):
+        return None
+    child, number = node.next_functions[operand]
+    if child is None:
+        return None
+    shape = output_shape(child, number)
+    while shape and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) < 1 or len(shape) >= len(out) or out[len(out) - len(shape) :] != shape:
+        return None
+    while operations[child].reshapes and not operations[child].casts and consumers[child] == 1:
+        child = child.next_functions[0][0]
+    return child if operations[child].looks_up and consumers[child] == 1 else None
+
+
+def _carried_parameters(operations: dict[Node, Operation], leaves: Mapping[Node, str]) -> Carried:
     """Return the nodes whose output is a parameter, with its name and the nodes on the way to it, nearest first."""
-    carried: dict[Node, tuple[str, tuple[Node, ...]]] = {node: (name, ()) for node, name in leaves.items()}
+    carried: Carried = {node: (name, ()) for node, name in leaves.items()}
     for node in reversed(operations):  # producers before consumers
         below = node.next_functions
         if len(below) == 1 and below[0][0] in carried and operations[node].carries_parameter:
             name, moves = carried[below[0][0]]
-            carried[node] = (name, (node, *moves))
+            carried[node] = (name, ((node, operations[node]), *moves))
     return carried
 
 

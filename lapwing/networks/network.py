@@ -28,6 +28,7 @@ from lapwing.networks.examine import (
     refuse_other_parameters,
     shapes_of_sample,
 )
+from lapwing.networks.fingerprint import Probe
 from lapwing.networks.forward import (
     Path,
     Replica,
@@ -49,7 +50,6 @@ from lapwing.networks.forward import (
 from lapwing.networks.graph import read_graph
 from lapwing.networks.jacobians import KINDS, Block, Footprint
 from lapwing.networks.passes import Patterns, find_patterns, forward_products
-from lapwing.networks.probe import Probe
 from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.tangent import Tangent
 from lapwing.runtime.memory import concat_chunks

@@ -33,18 +33,10 @@ from torch.autograd.graph import GradientEdge
 from lapwing.data.inputs import Inputs, wants_slopes
 from lapwing.networks.forward import raw_output, recording, with_output_dim
 from lapwing.networks.graph import Graph
+from lapwing.networks.ops import Operation
+from lapwing.networks.pull import NoRuleError
+from lapwing.networks.rules import Node, Pattern, Ragged, Regular, Shape, output_numbers, output_shape
 from lapwing.networks.selection import Selection
-from lapwing.networks.uses import (
-    Node,
-    NoRuleError,
-    Operation,
-    Pattern,
-    Ragged,
-    Regular,
-    Shape,
-    output_numbers,
-    output_shape,
-)
 from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.threads import FORWARD_MODE, math_attention, quiet
 from lapwing.values.outputs import ChosenOutputs

@@ -1,27 +1,130 @@
-"""How gradients are pulled back through attention, normalisation, and operations that pick, split and join."""
+"""The backward rules: how the gradients of K seeds are pulled back through an operation, all seeds together.
+
+Nothing here is needed to understand the numbers: they are those of autograd, which computes the gradients of an
+operation without a rule. Autograd takes one seed at a time, and with these rules K seeds cost one large operation.
+A rule takes a gradient (K, *output) and returns that of an operand, (K, *operand).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lapwing.networks.uses import (
-    LEAF,
-    Factor,
-    Node,
-    NormStatistics,
-    NoRuleError,
-    Sources,
-    Use,
-    UseRule,
-    elementwise,
-    output_shape,
-    signed,
-)
+from lapwing.networks.rules import LEAF, Node, batch_norm_scale, output_shape, signed
 from lapwing.runtime.memory import chunks, concat_chunks
+
+aten = torch.ops.aten
+Pull = Callable[[Node, Tensor, int], Tensor]  # (node, gradient (K, *output), operand) -> gradient (K, *operand)
+# (node, gradients (K, *output) of its outputs, operands) -> gradients (K, *operand), which nobody else holds
+JointPull = Callable[[Node, Sequence[Tensor | None], Sequence[int]], list[Tensor]]
+
+
+class NoRuleError(Exception):
+    """A node that must be left to autograd."""
+
+
+class Gradient(Protocol):
+    """A way to pull the gradients of K seeds back through a node."""
+
+    def pull(self, node: Node, grad: Tensor, operand: int, owned: bool) -> tuple[Tensor, bool]:
+        """Return the gradient (K, *operand) for ``grad`` (K, *output), and whether nobody else holds that tensor.
+
+        ``owned`` says the same of ``grad``: an owned gradient may be changed in place.
+        """
+        ...
+
+
+# Four leaves of ``Gradient``. They differ in who holds the tensor that they return. A gradient that nobody else holds
+# is multiplied in place: at these sizes a new tensor costs more than the product.
+
+
+@dataclass(frozen=True)
+class Slope:
+    """An operation on each entry: its slope, shaped like the output and the same for every seed."""
+
+    slope: Callable[[Node], Tensor]
+
+    def pull(self, node: Node, grad: Tensor, operand: int, owned: bool) -> tuple[Tensor, bool]:
+        slope = self.slope(node)
+        return (grad.mul_(slope) if owned else grad * slope), True
+
+
+@dataclass(frozen=True)
+class New:
+    """A function that returns a new tensor."""
+
+    function: Pull
+
+    def pull(self, node: Node, grad: Tensor, operand: int, owned: bool) -> tuple[Tensor, bool]:
+        return self.function(node, grad, operand), True
+
+
+@dataclass(frozen=True)
+class View:
+    """A function that may return the tensor it was given, or a view of it."""
+
+    function: Pull
+
+    def pull(self, node: Node, grad: Tensor, operand: int, owned: bool) -> tuple[Tensor, bool]:
+        return self.function(node, grad, operand), owned and len(node.next_functions) == 1
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A function that returns a view in which several entries share memory: never to be changed in place."""
+
+    function: Pull
+
+    def pull(self, node: Node, grad: Tensor, operand: int, owned: bool) -> tuple[Tensor, bool]:
+        return self.function(node, grad, operand), False
+
+
+# Products and convolutions.
+
+
+def pull_addmm(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient in the rows of a product with a bias."""
+    if operand != 1 or node._saved_alpha != 1:
+        raise NoRuleError(node.name())
+    return grad @ node._saved_mat2.mT
+
+
+def pull_mm(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient in the rows of a product."""
+    if operand != 0:
+        raise NoRuleError(node.name())
+    return grad @ node._saved_mat2.mT
+
+
+def batched_product(node: Node, grads: Sequence[Tensor | None], operands: Sequence[int]) -> list[Tensor]:
+    """Return the gradients in both factors of a batched product of matrices."""
+    grad = _only(grads, node)
+    left, right = node._saved_self, node._saved_mat2
+    return [grad @ right.mT if operand == 0 else left.mT @ grad for operand in operands]
+
+
+def pull_convolution(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient in the images, all seeds folded into the batch."""
+    if operand != 0:
+        raise NoRuleError(node.name())
+    weight, x = node._saved_weight, node._saved_input
+    folded = grad.flatten(0, 1)
+    if folded.is_cpu and folded.dtype in (torch.bfloat16, torch.float16):  # 16-bit kernels crash some processes
+        folded, weight = folded.float(), weight.float()
+    blank = folded.new_empty(1).expand(folded.shape[0], *x.shape[1:])  # only its shape is read
+    back = aten.convolution_backward(
+        folded, blank, weight, None, node._saved_stride, node._saved_padding, node._saved_dilation,
+        node._saved_transposed, node._saved_output_padding, node._saved_groups, (True, False, False),
+    )[0]  # fmt: skip
+    return back.to(grad.dtype).unflatten(0, grad.shape[:2])
+
+
+# Attention and softmax.
 
 
 def attention(node: Node, grads: Sequence[Tensor | None], operands: Sequence[int]) -> list[Tensor]:
@@ -98,11 +201,60 @@ def softmax(node: Node, grad: Tensor, operand: int) -> Tensor:
     return weighted.sub_(result * weighted.sum(dim, keepdim=True))
 
 
-def batched_product(node: Node, grads: Sequence[Tensor | None], operands: Sequence[int]) -> list[Tensor]:
-    """Return the gradients in both factors of a batched product of matrices."""
-    grad = _only(grads, node)
-    left, right = node._saved_self, node._saved_mat2
-    return [grad @ right.mT if operand == 0 else left.mT @ grad for operand in operands]
+# Slopes of activations.
+
+
+def relu(node: Node) -> Tensor:
+    """Return the slope of ReLU: whether the output is positive."""
+    return node._saved_result > 0
+
+
+def tanh(node: Node) -> Tensor:
+    """Return the slope of tanh."""
+    return 1 - node._saved_result.square()
+
+
+def sigmoid(node: Node) -> Tensor:
+    """Return the slope of the logistic function."""
+    return node._saved_result * (1 - node._saved_result)
+
+
+def gelu(node: Node) -> Tensor:
+    """Return the slope of GELU, exact or approximate as the node has it."""
+    return aten.gelu_backward(_ones(node), node._saved_self, approximate=node._saved_approximate)
+
+
+def silu(node: Node) -> Tensor:
+    """Return the slope of SiLU."""
+    return aten.silu_backward(_ones(node), node._saved_self)
+
+
+def leaky_relu(node: Node) -> Tensor:
+    """Return the slope of a leaky ReLU."""
+    return aten.leaky_relu_backward(_ones(node), node._saved_self, node._saved_negative_slope, False)
+
+
+def _ones(node: Node) -> Tensor:
+    """Return ones in the shape of the input: the gradient of an activation for ones is its slope."""
+    return torch.ones_like(node._saved_self)
+
+
+# Sums and products of each entry.
+
+
+def pull_add(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient of a sum."""
+    return grad if operand == 0 or node._saved_alpha == 1 else grad * node._saved_alpha
+
+
+def pull_mul(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient times the other factor."""
+    return grad * (node._saved_other if operand == 0 else node._saved_self)
+
+
+def pull_scaled(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient of a product with a number."""
+    return grad * node._saved_other
 
 
 def masked_fill(node: Node, grad: Tensor, operand: int) -> Tensor:
@@ -112,15 +264,59 @@ def masked_fill(node: Node, grad: Tensor, operand: int) -> Tensor:
     return grad.masked_fill(node._saved_mask, 0.0)
 
 
-def pull_scaled(node: Node, grad: Tensor, operand: int) -> Tensor:
-    """Return the gradient of a product with a number."""
-    return grad * node._saved_other
+# Normalisations.
 
 
-def _only(grads: Sequence[Tensor | None], node: Node) -> Tensor:
-    if len(grads) != 1 or grads[0] is None:
+def pull_batch_norm(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient in the data of a BatchNorm in evaluation mode."""
+    if operand != 0 or node._saved_training:
         raise NoRuleError(node.name())
-    return grads[0]
+    scale = batch_norm_scale(node)
+    if node._saved_weight is not None:
+        scale = scale * node._saved_weight
+    return grad * scale.to(grad).view(-1, *(1,) * (grad.ndim - 3))
+
+
+def pull_layer_norm(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient in the data of a LayerNorm."""
+    if operand != 0:
+        raise NoRuleError(node.name())
+    x, rstd = node._saved_input, node._saved_result2
+    dims = tuple(range(-len(node._saved_normalized_shape), 0))
+    unit = (x - node._saved_result1) * rstd
+    scaled = grad * (rstd if node._saved_weight is None else rstd * node._saved_weight)
+    # Few reads and writes of all seeds: they take longer than the arithmetic.
+    width = math.prod(node._saved_normalized_shape)
+    along = torch.einsum("knd,nd->kn", scaled.reshape(len(grad), -1, width), unit.reshape(-1, width)) / width
+    mean = scaled.mean(dims, keepdim=True)
+    return scaled.sub_(mean).addcmul_(unit, along.view(mean.shape), value=-1)
+
+
+# Changes of shape, and operations that pick, split and join.
+
+
+def view(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient in the shape of the operand."""
+    return grad.reshape(grad.shape[0], *node._saved_self_sym_sizes)
+
+
+def unsqueeze(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient without the added dimension."""
+    return grad.squeeze(signed(node._saved_dim) % (grad.ndim - 1) + 1)
+
+
+def transpose(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient with the two dimensions swapped back."""
+    ndim = grad.ndim - 1
+    return grad.transpose(signed(node._saved_dim0) % ndim + 1, signed(node._saved_dim1) % ndim + 1)
+
+
+def permute(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient with its dimensions in their old order."""
+    ndim = grad.ndim - 1
+    dims = [signed(d) % ndim for d in node._saved_dims]
+    inverse = [dims.index(i) + 1 for i in range(ndim)]
+    return grad.permute(0, *inverse)
 
 
 def select(node: Node, grad: Tensor, operand: int) -> Tensor:
@@ -161,6 +357,12 @@ def _filled(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor]:
     return [like.new_zeros(len(like), *output_shape(node, i)) if grad is None else grad for i, grad in pairs]
 
 
+def _only(grads: Sequence[Tensor | None], node: Node) -> Tensor:
+    if len(grads) != 1 or grads[0] is None:
+        raise NoRuleError(node.name())
+    return grads[0]
+
+
 def cat(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the part of the gradient that belongs to one of the joined tensors."""
     dim = signed(node._saved_dim) % (grad.ndim - 1)
@@ -186,6 +388,51 @@ def _size(node: Node | None, number: int, dim: int) -> int:
     return shape[dim]
 
 
+# Sums, means, pooling and enlarged images.
+
+
+def total(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient of a sum, expanded over the dimensions that were summed."""
+    shape = tuple(node._saved_self_sym_sizes)
+    if not node._saved_keepdim:
+        dims = sorted(signed(d) % len(shape) for d in node._saved_dim)
+        for dim in dims:
+            grad = grad.unsqueeze(dim + 1)
+    return grad.expand(grad.shape[0], *shape)
+
+
+def mean(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient of a mean."""
+    shape = tuple(node._saved_self_sym_sizes)
+    return total(node, grad, operand) / (math.prod(shape) / max(1, math.prod(output_shape(node))))
+
+
+def max_pool(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient, added up where windows share a maximum."""
+    x, index = node._saved_self, node._saved_result1
+    flat = grad.new_zeros(grad.shape[0], *x.shape[:-2], x.shape[-2] * x.shape[-1])
+    flat.scatter_add_(-1, index.flatten(-2).expand(grad.shape[0], *index.shape[:-2], -1), grad.flatten(-2))
+    return flat.unflatten(-1, x.shape[-2:])
+
+
+def adaptive_pool(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient of an adaptive average."""
+    x = node._saved_self
+    blank = grad.new_empty(1).expand(grad.shape[0] * x.shape[0], *x.shape[1:])
+    return aten._adaptive_avg_pool2d_backward(grad.flatten(0, 1), blank).unflatten(0, grad.shape[:2])
+
+
+def average_pool(node: Node, grad: Tensor, operand: int) -> Tensor:
+    """Return the gradient of an average over windows."""
+    x = node._saved_self
+    blank = grad.new_empty(1).expand(grad.shape[0] * x.shape[0], *x.shape[1:])
+    back = aten.avg_pool2d_backward(
+        grad.flatten(0, 1).contiguous(), blank.contiguous(), node._saved_kernel_size, node._saved_stride,
+        node._saved_padding, node._saved_ceil_mode, node._saved_count_include_pad, node._saved_divisor_override,
+    )  # fmt: skip
+    return back.unflatten(0, grad.shape[:2])
+
+
 def upsample_nearest(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient of an enlarged image, added up over the copies of each pixel, seeds folded into the batch."""
     sizes = list(node._saved_self_sym_sizes)
@@ -194,111 +441,3 @@ def upsample_nearest(node: Node, grad: Tensor, operand: int) -> Tensor:
         node._saved_scales_h, node._saved_scales_w,
     )  # fmt: skip
     return back.unflatten(0, grad.shape[:2])
-
-
-def pull_batch_norm(node: Node, grad: Tensor, operand: int) -> Tensor:
-    """Return the gradient in the data of a BatchNorm in evaluation mode."""
-    if operand != 0 or node._saved_training:
-        raise NoRuleError(node.name())
-    scale = batch_norm_scale(node)
-    if node._saved_weight is not None:
-        scale = scale * node._saved_weight
-    return grad * scale.to(grad).view(-1, *(1,) * (grad.ndim - 3))
-
-
-def pull_layer_norm(node: Node, grad: Tensor, operand: int) -> Tensor:
-    """Return the gradient in the data of a LayerNorm."""
-    if operand != 0:
-        raise NoRuleError(node.name())
-    x, rstd = node._saved_input, node._saved_result2
-    dims = tuple(range(-len(node._saved_normalized_shape), 0))
-    unit = (x - node._saved_result1) * rstd
-    scaled = grad * (rstd if node._saved_weight is None else rstd * node._saved_weight)
-    # Few reads and writes of all seeds: they take longer than the arithmetic.
-    width = math.prod(node._saved_normalized_shape)
-    along = torch.einsum("knd,nd->kn", scaled.reshape(len(grad), -1, width), unit.reshape(-1, width)) / width
-    mean = scaled.mean(dims, keepdim=True)
-    return scaled.sub_(mean).addcmul_(unit, along.view(mean.shape), value=-1)
-
-
-def scale_and_shift(factor: Factor, channel: bool = True) -> UseRule:
-    """Return the rule for the parameters of a norm; ``factor`` reads from its node what the scale is multiplied with.
-
-    ``channel`` says that they lie along dimension 1 and not along the trailing dimensions.
-    """
-
-    def rule(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
-        for operand, (name, parameter, moves, _) in sources.items():
-            if operand in (1, 2) and not moves:
-                shape = tuple(parameter.shape)
-                yield operand, elementwise(node, name, shape, factor if operand == 1 else None, channel)
-
-    return rule
-
-
-def use_batch_norm(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
-    """Yield the uses of scale and shift of a BatchNorm in evaluation mode."""
-    if not node._saved_training:
-        yield from scale_and_shift(_batch_normalised)(node, sources)
-
-
-def batch_norm_statistics(node: Node) -> NormStatistics | None:
-    """Return the running statistics, if there are some."""
-    mean, variance = node._saved_running_mean, node._saved_running_var
-    if mean is None:
-        return None
-    inverse = float((1 / variance.clamp_min(1e-12)).mean())
-    return NormStatistics(node._saved_input.detach(), inverse, batch_norm_eps(node), (mean, variance))
-
-
-def own_statistics(node: Node) -> NormStatistics | None:
-    """Return the statistics of a norm that divides by the variance of its own input."""
-    return NormStatistics(node._saved_input.detach(), float(node._saved_result2.detach().square().mean()))
-
-
-def batch_norm_eps(node: Node) -> float:
-    """Return the eps that a BatchNorm adds to the variance; the node of cuDNN has another name for it."""
-    eps: float = node._saved_epsilon if hasattr(node, "_saved_epsilon") else node._saved_eps
-    return eps
-
-
-def batch_norm_scale(node: Node) -> Tensor:
-    """Return one over the standard deviation that a BatchNorm in evaluation mode divides by, (C,)."""
-    scale: Tensor = (node._saved_running_var + batch_norm_eps(node)).rsqrt()
-    return scale
-
-
-# The input after normalisation and before the scale, in the shape of the input.
-
-
-def _batch_normalised(node: Node) -> Tensor:
-    x, mean, variance = node._saved_input, node._saved_running_mean, node._saved_running_var
-    return torch.batch_norm(x, None, None, mean, variance, False, 0.0, batch_norm_eps(node), False)
-
-
-def group_normalised(node: Node) -> Tensor:
-    """Return the input of a GroupNorm, normalised."""
-    x = node._saved_input
-    grouped = x.reshape(x.shape[0], node._saved_group, -1)
-    unit = _unit(grouped, node._saved_result1[..., None], node._saved_result2[..., None], (-1,))
-    return unit.reshape(x.shape).to(x.dtype)
-
-
-def layer_normalised(node: Node) -> Tensor:
-    """Return the input of a LayerNorm, normalised."""
-    x = node._saved_input
-    dims = tuple(range(-len(node._saved_normalized_shape), 0))
-    return _unit(x, node._saved_result1, node._saved_result2, dims).to(x.dtype)
-
-
-def _unit(x: Tensor, mean: Tensor, scale: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return (x - mean) scale.
-
-    Where gradients are recorded, mean and scale are computed again: those that a norm saves are detached from its
-    input.
-    """
-    if not torch.is_grad_enabled():
-        return (x - mean) * scale
-    variance = x.var(dims, unbiased=False, keepdim=True)
-    eps = scale.detach().square().reciprocal() - variance.detach()
-    return (x - x.mean(dims, keepdim=True)) * (variance + eps).rsqrt()

@@ -24,10 +24,10 @@ from lapwing.networks.examine import relative_gap, unreadable_blocks
 from lapwing.networks.forward import raw_output, recording, select_kernels, with_output_dim
 from lapwing.networks.graph import Graph
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
-from lapwing.networks.last_layer import HeadGGN, find_head, is_local
-from lapwing.networks.linear_jacobian import LinearJacobian
+from lapwing.networks.linear_jacobian import HeadGGN, LinearJacobian
 from lapwing.networks.passes import Patterns, by_autograd, gradients
-from lapwing.networks.uses import Node, Regular, output_shape
+from lapwing.networks.rules import Node, Regular, output_shape
+from lapwing.networks.selection import find_head, is_local
 from lapwing.runtime.threads import math_attention, quiet
 from lapwing.values.outputs import ChosenOutputs
 

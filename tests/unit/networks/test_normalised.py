@@ -17,7 +17,7 @@ from lapwing.networks import normalised
 from lapwing.networks.graph import read_graph
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, group_names, scale_free_groups
-from lapwing.networks.pull import batch_norm_eps
+from lapwing.networks.rules import batch_norm_eps
 from tests import problems
 from tests.cases import BY_NAME, CASES, Wrapped
 from tests.references import dense
