@@ -97,7 +97,7 @@ def row(name: str, model: nn.Module, x: Tensor, classes: int, outputs: int | Non
 def nothing_compared() -> Iterator[None]:
     """Skip the comparison with autograd, and leave in a copy what a run wrote."""
     skip = lambda *_: None
-    with patch.object(Network, "refuse_wrong", skip), patch.object(replica, "take_back", skip):
+    with patch.object(Network, "refuse_wrong", skip), patch.object(replica, "undo_writes", skip):
         yield
 
 

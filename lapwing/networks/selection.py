@@ -1,4 +1,4 @@
-"""The selected weights: names, shapes and order, and the rules that select all, some by name, single ones, a last layer.
+"""The selected weights: names, shapes and order, and the rules that select them, the rule for the last layer included.
 
 The tangent model has the selected weights alone. ``find_head`` finds the linear map that makes the outputs.
 """

@@ -49,7 +49,7 @@ def test_runs_of_seeds(monkeypatch: pytest.MonkeyPatch, name: str, method: str) 
         taken.append(len(seeds) if seeds is not None else 0)
         return jacobians(self, seeds)
 
-    monkeypatch.setattr(Footprint, "at_once", lambda *_: 2)
+    monkeypatch.setattr(Footprint, "seeds_at_once", lambda *_: 2)
     monkeypatch.setattr(Tangent, "jacobians", watched)
     parts = lw.fit(case.build(), data, problems.likelihood(case), **options)
     assert max(taken) <= 2

@@ -366,7 +366,7 @@ def test_data_that_change_are_refused_before_the_first_iteration(solver: str, mo
     fit = lambda: lw.fit(
         case.build(), Augmented(case), "classification", method=lw.Sampled(num_samples=2, solver=solver), prior=1.0
     )
-    monkeypatch.setattr(Ridge, "drawn", lambda *_, **__: pytest.fail("noise was drawn"))
+    monkeypatch.setattr(Ridge, "draw", lambda *_, **__: pytest.fail("noise was drawn"))
     with pytest.raises(lw.errors.DataError, match="a second reading of the data gave other rows"):
         fit()
     monkeypatch.setattr("lapwing.tangent.CACHE", 0)

@@ -419,7 +419,7 @@ def test_groups_behind_a_batch_norm_of_cudnn(monkeypatch: pytest.MonkeyPatch) ->
         nodes = [Cudnn(n) if "BatchNorm" in n.name() else n for n in read_graph(raw).nodes]
         return SimpleNamespace(nodes=nodes)
 
-    monkeypatch.setattr(normalised, "read", disguised)
+    monkeypatch.setattr(normalised, "read_graph", disguised)
     network = Network.build(model, x)
     assert scale_free_groups(network, x) == expected
     assert any(group.statistics for group in expected)

@@ -31,7 +31,7 @@ NUMBERS = ("mean", "variance", "std", "epistemic", "aleatoric", "known_entropy")
 @pytest.fixture(autouse=True)
 def batches_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches are otherwise joined until they are worth a pass."""
-    monkeypatch.setattr(Footprint, "joined", lambda *_: 1)
+    monkeypatch.setattr(Footprint, "batch_size_for", lambda *_: 1)
 
 
 def targets(kind: str) -> Tensor:
