@@ -944,7 +944,8 @@ def test_layer_jacobians_in_hand_have_the_same_sums(case: Case) -> None:
         assert_close(held.between(held, weights), plain.between(plain, weights))
         for full in (True, False):
             assert_close(
-                held.weighted(weights, jacobians.tokens, full), plain.weighted(weights, jacobians.tokens, full)
+                held.quadratic_form(weights, jacobians.tokens, full),
+                plain.quadratic_form(weights, jacobians.tokens, full),
             )
 
 

@@ -436,7 +436,7 @@ def test_chunks_of_directions_and_samples_fit_the_budget(monkeypatch: pytest.Mon
         seen.append((len(inputs), len(next(iter(tangents.values())))))
         return plain(model, inputs, tangents, *facts)
 
-    monkeypatch.setattr(passes, "pushed", watched)
+    monkeypatch.setattr(passes, "push_forward", watched)
     sizes = network.footprint
     with lw.memory.limited(2 * 2 * 8 * (2 * 2 * sizes.width + sizes.patches + sizes.graph)):
         _, products = forward_products(network, inputs, v)

@@ -26,8 +26,8 @@ from lapwing.networks.graph import read_graph
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.ops import Operation, Slope, entries, operation, register, row_wise
+from lapwing.networks.pull import NoRuleError
 from lapwing.networks.selection import subnetwork
-from lapwing.networks.uses import NoRuleError
 from tests.cases import BY_NAME, CASES, Case, Wrapped
 from tests.references import dense
 from tests.tolerances import SOLVED, assert_close
@@ -999,7 +999,7 @@ def test_the_loop_is_the_vectorised_pass(count: int, monkeypatch: pytest.MonkeyP
     def refused(*_: Any) -> Any:
         raise RuntimeError("no batching rule")
 
-    monkeypatch.setattr(fallback, "_vectorised", refused)
+    monkeypatch.setattr(fallback, "_by_vmap", refused)
     looped = fallback.sample_jacobians(*given)
     whole = dense.jacobian(model, inputs, 6, list(names))
     expected = torch.einsum("kbm,bmp->bkp", seeds, whole)

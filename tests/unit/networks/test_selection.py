@@ -13,11 +13,10 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.errors import ModelError
 from lapwing.networks.dense_jacobian import DenseJacobian, LookupJacobian
-from lapwing.networks.last_layer import last_layer
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.passes import _with_bits
-from lapwing.networks.selection import Selection, all_weights, named, subnetwork
+from lapwing.networks.selection import Selection, all_weights, last_layer, named, subnetwork
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.references import dense

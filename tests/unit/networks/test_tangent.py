@@ -20,7 +20,7 @@ from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.forward import path_of, pick_output
 from lapwing.networks.jacobians import Footprint
-from lapwing.networks.last_layer import HeadGGN
+from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.values.outputs import ImageForm
 from tests.cases import Wrapped
