@@ -890,9 +890,9 @@ class Fitted:
         self._refuse_changed()
         GENERATOR.check("generator", generator)
         shown = should_show_progress(progress) and self.processes.is_main_process
-        options: dict[str, Any] = {"target_key": target_key, "progress": shown, "processes": self.processes}
-        options["keep_sketch"] = True
-        more = self.network.read_data(data, "new data", **options)
+        more = self.network.read_data(
+            data, "new data", target_key=target_key, progress=shown, processes=self.processes, keep_sketch=True
+        )
         self.posterior.require(Posterior.updated, SUM, self.method)
         with self.processes.share_errors():
             rows = self.rows.with_training(more.sketch())
@@ -1062,8 +1062,8 @@ class Fitted:
         if not is_loader(x, network.input_places):
             if not processes.is_single_process:
                 raise UnsupportedError(
-                    f"a process_group of {processes.size} and one batch of inputs; expected a loader or a Dataset, of "
-                    "which each process reads its part. Leave out process_group: every process can predict by itself."
+                    f"a process_group of {processes.size} and one batch of inputs; expected a loader or a Dataset: "
+                    "each process reads its part. Leave out process_group: every process can predict by itself."
                 )
             return (None if device is None else [x]), home
         stream = InputStream(

@@ -18,7 +18,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from lapwing.data.batches import Data, is_pair, refuse_unequal
 from lapwing.data.inputs import Batch, Inputs, as_tensors, merge_batches
 from lapwing.data.known_rows import KnownRows, Remark, RowSketch
-from lapwing.data.streams import InputStream, has_places, is_loader
+from lapwing.data.streams import has_places
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.metrics import ScoreInterval
 from lapwing.networks.network import Network
@@ -256,21 +256,9 @@ def rows_of(
 
 def input_batches(posterior: Fitted, x: Inputs, target_key: str | None, progress: bool | None) -> Iterator[Inputs]:
     """Yield batches of inputs, from one batch or from a loader; targets are left out."""
-    network = posterior.network
-    x = as_tensors(x, network.arithmetic)
-    if not is_loader(x, network.input_places):
-        return iter((posterior._check_inputs(x),))
-    return iter(
-        InputStream(
-            x,
-            network.device,
-            network.input_places,
-            target_key,
-            should_show_progress(progress),
-            network.batch_size_for,
-            dtype=network.arithmetic,
-        )
-    )
+    x = as_tensors(x, posterior.network.arithmetic)
+    batches, _ = posterior._batches(x, target_key, progress, None)
+    return iter([posterior._check_inputs(x)] if batches is None else batches)
 
 
 def one_or_loader(network: Network, data: Any) -> Any:
