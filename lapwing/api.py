@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lapwing import files
+from lapwing import files, training
 from lapwing.data.batches import Data, cut_for_training
 from lapwing.data.known_rows import KnownRows
 from lapwing.data.processes import Processes, in_all_processes
@@ -37,8 +37,7 @@ from lapwing.recipes import Recipe, online
 from lapwing.registry import Auto, find_method, find_weights
 from lapwing.runtime.settings import GENERATOR, NONE, PATH, Rule
 from lapwing.runtime.threads import Stream, should_show_progress, with_inner_progress
-from lapwing.training import loop as training
-from lapwing.training.state import Epoch, TrainingState
+from lapwing.training import Epoch, TrainingState
 from lapwing.tuners.base import Tuner, check_tuner
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 import lapwing as lw
 from lapwing.data.processes import Processes
 from lapwing.recipes import Recipe
-from lapwing.training.state import Buffers
+from lapwing.training import Buffers
 
 Result = dict[str, Any]
 LIMIT = 60  # seconds after which a process that waits for another gives up

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.training.state import TrainingState
+from lapwing.training import TrainingState
 from tests import problems
 from tests.tolerances import SOLVED, assert_close
 

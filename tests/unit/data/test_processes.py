@@ -21,7 +21,7 @@ from lapwing.data.processes import ALONE, Processes
 from lapwing.data.samples import Part, next_epoch, share_of
 from lapwing.data.samples import Share as SampleShare
 from lapwing.errors import DataError, ProcessError, UnsupportedError
-from lapwing.training.state import TrainingState
+from lapwing.training import TrainingState
 from tests import process_cases
 from tests.process_cases import EXACT, LIMIT, REFUSED, SOLVED, TRAINED, Result, Share, sizes
 

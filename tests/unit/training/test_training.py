@@ -18,7 +18,7 @@ from lapwing.api import Trained
 from lapwing.priors import PerLayer
 from lapwing.runtime.threads import ProgressBar
 from lapwing.runtime.trace import Trace
-from lapwing.training.state import TrainingState
+from lapwing.training import TrainingState
 from tests import problems
 from tests.attack.damage import Contents
 from tests.cases import BY_NAME
