@@ -522,11 +522,6 @@ def test_targets_are_compared_with_full() -> None:
     assert Result.from_json(result.to_json()) == result
 
 
-def test_a_folder_without_the_toy_is_named(tmp_path: Path) -> None:
-    with pytest.raises(lw.errors.DataError, match=r"toy1d\.npz is not in the data folder"):
-        inducing.read_toy(tmp_path)
-
-
 # Maps of error bars on one and two inputs, with tiny networks.
 
 TINY = replace(MAPS_RECIPE, hidden=(5,), max_steps=30)

@@ -150,11 +150,6 @@ def test_a_convolutional_network(folder: Path) -> None:
     assert [row.name for row in result.rows] == ["plain", "Kron, evidence"]
 
 
-def test_other_networks_are_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match="network is 'vgg'; expected one of mlp, lenet, resnet20"):
-        images_experiment.run(replace(images_settings(folder), network="vgg"))
-
-
 # CIFAR-10 and its residual networks, read from files made here.
 
 CPU = torch.device("cpu")

@@ -280,26 +280,6 @@ def test_fewer_samples_than_pixels_need_a_floor_or_shrinkage() -> None:
     assert math.isfinite(sampled_patch_log_density(TRUTH, MEAN, deviations, 5))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [(lambda: log_density(TRUTH, MEAN[:4], COVARIANCE), "expected the same shape"),
-     (lambda: log_density(TRUTH * math.nan, MEAN, COVARIANCE), "truth is"),
-     (lambda: log_density(TRUTH, MEAN, COVARIANCE[:4]), "covariance is"),
-     (lambda: log_density(TRUTH, MEAN, COVARIANCE, -0.1), "floor is"),
-     (lambda: log_density(TRUTH, MEAN, -COVARIANCE), "not positive definite"),
-     (lambda: log_density(TRUTH, MEAN, -COVARIANCE.diagonal()), "not positive definite"),
-     (lambda: patch_log_density(TRUTH, MEAN, COVARIANCE.diagonal(), 2), "covariance is"),
-     (lambda: patch_log_density(TRUTH, MEAN, COVARIANCE, 6), "at least 6×6"),
-     (lambda: patch_log_density(TRUTH, MEAN, COVARIANCE, 0), "patch is 0"),
-     (lambda: patch_log_density(TRUTH.flatten(), MEAN.flatten(), COVARIANCE, 2), "expected .H, W"),
-     (lambda: sampled_patch_log_density(TRUTH, MEAN, COVARIANCE[:, :4], 2), "deviations is"),
-     (lambda: sampled_patch_log_density(TRUTH, MEAN, COVARIANCE, 2, shrinkage=1.5), "shrinkage is 1.5")],
-)  # fmt: skip
-def test_wrong_arguments_are_refused(call: Any, message: str) -> None:
-    with pytest.raises(lw.LapwingError, match=message):
-        call()
-
-
 # Training of deep image priors against a plain loop, and many at once against one at a time.
 
 DEEP_PRIOR_SHAPE, ROWS = (5, 6), 13
@@ -384,46 +364,6 @@ def test_every_kind_of_network_trains_in_float32(settings: dict[str, Any]) -> No
         assert not one.unet.training
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"steps": 0}, {"steps": 2.5}, {"weight_of_tv": -1e-3}, {"weight_of_tv": math.nan}, {"rate": 0.0}, {"clip": -1.0}],
-)
-def test_wrong_settings_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(lw.LapwingError, match=f"{next(iter(changes))} is .*expected"):
-        Training(**({"weight_of_tv": 1e-3, "steps": 2} | changes))
-
-
-@pytest.mark.parametrize(
-    ("y", "z", "message"),
-    [
-        (Y[0] * math.nan, Z[0], "y is .*expected a tensor of finite"),
-        (Y[0], Z[0] / 0, "z is .*expected a tensor of finite"),
-        (Y[0], Z[0].flatten(), "expected measurements"),
-        (Y, Z, "expected measurements"),
-        (Y[0, 1:], Z[0], "measurements"),
-        (Y[0], Z[0, 1:], "does not take images"),
-        (Y[0].float(), Z[0], "expected the same"),
-        (Y[0].tolist(), Z[0], "y is"),
-    ],
-)
-def test_wrong_measurements_and_inputs_are_refused(y: Any, z: Tensor, message: str) -> None:
-    with pytest.raises(lw.errors.DataError, match=message):
-        reconstruct(nets()[0], OPERATOR, y, z, TRAINING)
-
-
-def test_wrong_lists_are_refused() -> None:
-    with pytest.raises(lw.LapwingError, match="at least one UNet"):
-        reconstruct_many([], OPERATOR, Y, Z, TRAINING)
-    with pytest.raises(lw.LapwingError, match="different settings"):
-        reconstruct_many([*nets()[:2], *nets(0.1)[:1]], OPERATOR, Y, Z, TRAINING)
-    with pytest.raises(lw.LapwingError, match="one for each network"):
-        reconstruct_many(nets()[:2], OPERATOR, Y, Z, TRAINING)
-    with pytest.raises(lw.LapwingError, match="expected 1 or 3"):
-        reconstruct_many(nets(), OPERATOR, Y, Z, Training((0.1, 0.2), 2))
-    with pytest.raises(lw.LapwingError, match="2 generators"):
-        reconstruct_many(nets(0.1), OPERATOR, Y, Z, TRAINING, generators=[torch.Generator(), torch.Generator()])
-
-
 def test_a_training_without_a_finite_loss_is_an_error() -> None:
     unets = nets()
     torch.nn.init.constant_(unets[1].out.bias, math.nan)
@@ -476,25 +416,6 @@ def test_isotropic_baselines_have_the_noise_floor_as_variance() -> None:
     assert unit.variance == pytest.approx(noise_floor(matrix, 1.0, 4), rel=1e-12)
     assert learned.variance == pytest.approx(0.09 * unit.variance, rel=1e-12)
     assert torch.equal(unit.mean, DROPOUT_Z)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: dropout_samples(seeded_unet(0, channels=2), DROPOUT_Z.float(), 3), "has no dropout"),
-        (lambda: dropout_samples(NET, DROPOUT_Z, 1), "samples is 1"),
-        (lambda: dropout_samples(NET, DROPOUT_Z[0], 3), "z is"),
-        (lambda: dropout_samples(NET, DROPOUT_Z * math.nan, 3), "z is"),
-        (lambda: dropout_samples(NET, DROPOUT_Z, 3, chunk=0), "chunk is"),
-        (lambda: SampledImages(DROPOUT_Z), "at least two images"),
-        (lambda: SampledImages(normals(1, 2, 3)), "at least two images"),
-        (lambda: isotropic_baselines(DROPOUT_Z, normals(5, 23), 0.3), "image is"),
-        (lambda: isotropic_baselines(DROPOUT_Z, normals(5, 24), -0.3), "std is"),
-    ],
-)
-def test_dropout_wrong_arguments_are_refused(call: Any, message: str) -> None:
-    with pytest.raises(lw.LapwingError, match=message):
-        call()
 
 
 # Total variation, its expectation with derivatives, and the density over length-scales.
@@ -645,32 +566,6 @@ def test_a_prior_is_asked_for_its_coefficients() -> None:
     assert_close(prior()(Given()), expected)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"scale": 0.0}, {"scale": math.nan}, {"edge_means": MEANS[:3]}, {"edge_means": MEANS * math.nan},
-     {"class_variances": variances()[:4]}, {"class_variances": variances() * math.inf},
-     {"class_blocks": 2 * BLOCKS}, {"class_blocks": BLOCKS.double()}, {"class_blocks": torch.full((6,), -1)}],
-)  # fmt: skip
-def test_wrong_tensors_are_refused(changes: dict[str, Any]) -> None:
-    given = {"scale": 1.0, "edge_means": MEANS, "class_variances": variances(), "class_blocks": BLOCKS} | changes
-    with pytest.raises(lw.LapwingError, match="expected"):
-        TVPredCP(**given)
-
-
-def test_wrong_shapes_are_refused() -> None:
-    two = torch.zeros(2)
-    with pytest.raises(lw.LapwingError, match="expected the same shape"):
-        expected_variation(two, torch.zeros(3))
-    with pytest.raises(lw.LapwingError, match="expected 6 numbers"):
-        prior().variations(two)
-    with pytest.raises(lw.LapwingError, match=r"expected \(\.\.\., H, W\)"):
-        total_variation(two)
-    with pytest.raises(lw.LapwingError, match="expected two of"):
-        exponential_coefficients(two, torch.zeros(3), BLOCKS, DISTANCES)
-    with pytest.raises(lw.LapwingError, match="height"):
-        edges(0, 3)
-
-
 # The U-Net: sizes, blocks, any image, dropout.
 
 LARGE: dict[str, Any] = {"scales": 6, "channels": 128, "skips": (4, 4, 0, 0, 0), "norm": True, "sigmoid": False}
@@ -785,22 +680,6 @@ def test_masks_have_the_rate_and_the_mean_of_dropout() -> None:
     again, generator = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
     parts = [dropout_masks(net, n, generator, masks) for n in (1, 7)]
     assert torch.equal(torch.cat(parts), dropout_masks(net, 8, again, masks))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"scales": 0}, {"channels": 0}, {"skips": (4,)}, {"skips": (4, -1)}, {"skips": 4}, {"norm": 1}, {"dropout": 1.0},
-     {"dropout": -0.1}, {"dropout": float("nan")}],
-)  # fmt: skip
-def test_unet_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(lw.LapwingError, match=f"{next(iter(settings))} is .*expected"):
-        UNet(**settings)
-
-
-def test_wrong_inputs_are_refused() -> None:
-    for shape in ((4, 4), (1, 2, 4, 4), (1, 1, 0, 4)):
-        with pytest.raises(lw.errors.DataError, match=r"expected images \(B, 1, H, W\)"):
-            UNet(channels=2)(torch.zeros(shape))
 
 
 # The command ``python -m experiments tomography``, in its quick form: its files and its page.

@@ -313,13 +313,6 @@ def test_steps_that_run_out_are_refused() -> None:
     assert re.search(r"a logarithm still moved by \d", once.trace.findings[0])
 
 
-@pytest.mark.parametrize("name", ["tolerance", "solver_tolerance", "max_steps"])
-@pytest.mark.parametrize("value", [-1, 0, "1", math.nan, True])
-def test_numbers_that_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=f"{name} is {value!r}; expected"):
-        lw.tuners.SampleEM(**{name: value})
-
-
 @pytest.mark.parametrize("prior", [1.0, lw.per_layer(1.0)], ids=["isotropic", "per_layer"])
 def test_the_same_noise_from_step_to_step(prior: Any) -> None:
     """Two runs are identical, also if the posterior was used in between."""
