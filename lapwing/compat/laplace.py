@@ -29,6 +29,7 @@ from lapwing.compat.settings import (
     weights_of,
 )
 from lapwing.curvature.dense import FullCurvature
+from lapwing.data.inputs import Inputs
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.posteriors.base import Posterior
@@ -37,6 +38,8 @@ from lapwing.predictives.labels import SoftmaxPredictive
 from lapwing.runtime.settings import FLAG, GENERATOR, POSITIVE, integer
 from lapwing.runtime.threads import normal
 from lapwing.values.gaussian import FunctionGaussian
+
+Prediction = Tensor | tuple[Tensor, Tensor]  # probabilities, or mean and variance
 
 
 def conditioned_bridge(mean: Tensor, cov: Tensor, normalised: bool) -> Tensor:
@@ -284,7 +287,7 @@ def probabilities(
     return SoftmaxPredictive(belief, "mc", n, seed).probs
 
 
-def functions(posterior: Fitted, x: Any, n: int, independent: bool, generator: torch.Generator | None) -> Tensor:
+def functions(posterior: Fitted, x: Inputs, n: int, independent: bool, generator: torch.Generator | None) -> Tensor:
     """Return draws of the tangent model at x, (n, B, C); with ``independent`` from the variances alone."""
     if not independent:
         return posterior.function_samples(x, n, generator)
@@ -292,7 +295,7 @@ def functions(posterior: Fitted, x: Any, n: int, independent: bool, generator: t
     return belief.mean + belief.std * normal((n, *belief.mean.shape), generator, belief.mean)
 
 
-def network_functions(posterior: Fitted, x: Any, n: int, generator: torch.Generator | None) -> Tensor:
+def network_functions(posterior: Fitted, x: Inputs, n: int, generator: torch.Generator | None) -> Tensor:
     """Return the outputs of the network itself with sampled weights, (n, B, C)."""
     return posterior.network_samples(x, n, generator)
 
@@ -335,7 +338,7 @@ class Laplace(PosteriorNumbers):
     ) -> None:
         self.model = model
         self.likelihood = option("likelihood", likelihood, LikelihoodName)
-        self._settings = Settings.given(settings)
+        self._settings = Settings.from_arguments(settings)
         subset = option("subset_of_weights", subset_of_weights, SubsetOfWeights)
         self._structure = option("hessian_structure", hessian_structure, HessianStructure)
         self._method = method_of(self._structure, subset, self._settings)
@@ -348,7 +351,7 @@ class Laplace(PosteriorNumbers):
         self.sigma_noise = self._settings.sigma_noise
         likelihood_of(self.likelihood, self._dispersion)
 
-    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
+    def fit(self, train_loader: Iterable[object], override: bool = True, progress_bar: bool = False) -> None:
         """Fit the posterior to the data. The model is put into evaluation mode, as laplace-torch does.
 
         Args:
@@ -380,7 +383,7 @@ class Laplace(PosteriorNumbers):
             self._fitted = fit(self.model, train_loader, likelihood, prior=1.0, **settings)
         self._refresh()
 
-    def _check_subset(self, train_loader: Any) -> None:
+    def _check_subset(self, train_loader: Iterable[object]) -> None:
         """Raise if the structure "gp" is asked to use some of the data only."""
         count, rows = self._settings.n_subset, getattr(train_loader, "dataset", None)
         if count is not None and rows is not None and count < len(rows):
@@ -468,7 +471,9 @@ class Laplace(PosteriorNumbers):
             self._current = replace(self._fitted, posterior=posterior)
         return self._current
 
-    def optimize_prior_precision(self, pred_type: PredType | str = "glm", method: Any = "marglik", **more: Any) -> None:
+    def optimize_prior_precision(
+        self, pred_type: PredType | str = "glm", method: tuning.TuningMethod | str = "marglik", **more: Any
+    ) -> None:
         """Choose the prior precision by the marginal likelihood or by a grid search over held-out data.
 
         Args:
@@ -484,7 +489,7 @@ class Laplace(PosteriorNumbers):
 
     def __call__(
         self,
-        x: Any,
+        x: Inputs,
         pred_type: PredType | str = "glm",
         joint: bool = False,
         link_approx: LinkApprox | str = "probit",
@@ -492,7 +497,7 @@ class Laplace(PosteriorNumbers):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         fitting: bool = False,
-    ) -> Any:
+    ) -> Prediction:
         """Return probabilities (B, C), or mean (B, C) and covariance (B, C, C) of f(x), without noise.
 
         Args:
@@ -522,13 +527,15 @@ class Laplace(PosteriorNumbers):
             return mean, cov.diagonal(dim1=-2, dim2=-1) if diagonal_output else cov
         return self._detach_unless_differentiable(probabilities(belief, link, n_samples, diagonal_output, generator))
 
-    def predictive(self, x: Any, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int) -> Any:
+    def predictive(
+        self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int
+    ) -> Prediction:
         """Return the same as a call."""
         return self(x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples)
 
     def functional_samples(
         self,
-        x: Any,
+        x: Inputs,
         pred_type: PredType | str = "glm",
         n_samples: int = 100,
         diagonal_output: bool = False,
@@ -542,7 +549,7 @@ class Laplace(PosteriorNumbers):
             return network_functions(self.posterior, x, n_samples, generator)
         return functions(self.posterior, x, n_samples, diagonal_output, generator)
 
-    def predictive_samples(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def predictive_samples(self, x: Inputs, *args: Any, **kwargs: Any) -> Tensor:
         """Return draws of f(x), or of the probabilities for classification; arguments as ``functional_samples``."""
         draws = self.functional_samples(x, *args, **kwargs)
         return draws if self.likelihood == "regression" else draws.softmax(-1)
@@ -563,7 +570,7 @@ class Laplace(PosteriorNumbers):
 
     # Files.
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the posterior as tensors and plain values, for ``torch.save``; ``posterior.save(path)`` is native."""
         return {
             "lapwing": pack_posterior(self.posterior), "temperature": self.temperature, "structure": self._structure,

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lapwing.data.batches import Data
 from lapwing.errors import DataError, NumericalError, UnsupportedError
+from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.methods.base import Method
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.ella import ELLA
 from lapwing.methods.full import Full
@@ -41,6 +43,9 @@ from lapwing.runtime.settings import (
     setting,
 )
 from lapwing.runtime.threads import ProgressBar
+
+if TYPE_CHECKING:
+    from lapwing.compat.laplace import Laplace
 
 
 class SubsetOfWeights(str, Enum):
@@ -109,7 +114,7 @@ class PriorStructure(str, Enum):
     LAYERWISE = "layerwise"
 
 
-def option(name: str, value: Any, options: type[Enum]) -> str:
+def option(name: str, value: object, options: type[Enum]) -> str:
     """Return the option as a plain string; raise unless it is one of the options of this kind.
 
     >>> option("pred_type", PredType.GLM, PredType), option("pred_type", "nn", PredType)
@@ -129,32 +134,32 @@ CURVATURES = {"ggn": "ggn", "ef": "empirical", "hessian": "hessian"}  # by the e
 class Settings(HasSettings):
     """Everything that laplace-torch's constructor takes besides model, likelihood, weights and structure."""
 
-    sigma_noise: Any = setting(1.0, NUMBER_OR_TENSOR)
-    prior_precision: Any = setting(1.0, NUMBER_OR_TENSOR)
-    prior_mean: Any = setting(0.0, NUMBER_OR_TENSOR)
-    temperature: Any = setting(1.0, POSITIVE)
+    sigma_noise: float | Tensor = setting(1.0, NUMBER_OR_TENSOR)
+    prior_precision: float | Tensor = setting(1.0, NUMBER_OR_TENSOR)
+    prior_mean: float | Tensor = setting(0.0, NUMBER_OR_TENSOR)
+    temperature: float = setting(1.0, POSITIVE)
     enable_backprop: bool = setting(False, FLAG)
     dict_key_x: str = "input_ids"
     dict_key_y: str = "labels"
-    backend: Any = None
-    backend_kwargs: Any = None
-    asdl_fisher_kwargs: Any = setting(None, NOT_USED)
-    feature_reduction: Any = setting(None, NOT_USED)
+    backend: type | None = None
+    backend_kwargs: Mapping[str, object] | None = None
+    asdl_fisher_kwargs: None = setting(None, NOT_USED)
+    feature_reduction: None = setting(None, NOT_USED)
     last_layer_name: str | None = None
     damping: bool = setting(False, FLAG)
     subnetwork_indices: Tensor | None = None
-    functional_approximation: Any = "sod"
+    functional_approximation: FunctionalApproximation | str = "sod"
     n_subset: int | None = setting(None, integer() | NONE)
     independent_outputs: bool = False
     seed: int = 0
     subsample_size: int | None = setting(None, integer() | NONE)
     n_eigenvalues: int | None = setting(None, integer() | NONE)
-    inducing_locations: Any = "kmeans"
+    inducing_locations: str = "kmeans"
     num_inducing: int | None = setting(None, integer() | NONE)
     alpha: float = 1.0
 
     @classmethod
-    def given(cls, arguments: dict[str, Any]) -> Settings:
+    def from_arguments(cls, arguments: dict[str, Any]) -> Settings:
         """Return the settings with these arguments; raise for names that laplace-torch does not have either."""
         names = [field.name for field in fields(cls)]
         for name in arguments:
@@ -193,18 +198,18 @@ class Settings(HasSettings):
         )
 
 
-def method_of(structure: str, weights: str, settings: Settings) -> Any:
+def method_of(structure: str, weights: str, settings: Settings) -> Method:
     """Return the native method for a structure; raise for a combination that does not exist."""
     structure = option("hessian_structure", structure, HessianStructure)
     if weights == SubsetOfWeights.SUBNETWORK.value and structure not in ("full", "diag"):
         raise UnsupportedError(f"hessian_structure is {structure!r} for a subnetwork; expected 'full' or 'diag'.")
     if structure == "gp":
         return _in_function_space(settings)
-    methods: dict[str, Any] = {"full": Full, "kron": Kron, "diag": Diagonal, "lowrank": LowRank}
+    methods: dict[str, Callable[..., Method]] = {"full": Full, "kron": Kron, "diag": Diagonal, "lowrank": LowRank}
     return methods[structure](curvature=settings.curvature)
 
 
-def _in_function_space(settings: Settings) -> Any:
+def _in_function_space(settings: Settings) -> Method:
     """Return the native method for the structure "gp"."""
     kind = option("functional_approximation", settings.functional_approximation, FunctionalApproximation)
     if kind == "sod":
@@ -233,7 +238,7 @@ def weights_of(subset: str, settings: Settings) -> Weights:
     return last_layer if name is None else named(rf"^{re.escape(name)}\.")
 
 
-def likelihood_of(name: str, dispersion: Tensor) -> Any:
+def likelihood_of(name: str, dispersion: Tensor) -> Likelihood:
     """Return the native likelihood with σ² T, or T, as its dispersion."""
     if name == LikelihoodName.REWARD_MODELING.value:
         raise UnsupportedError(
@@ -245,7 +250,7 @@ def likelihood_of(name: str, dispersion: Tensor) -> Any:
     return Categorical(link="probit", temperature=dispersion)
 
 
-def prior_of(precision: Tensor, mean: Any, selection: Selection) -> Prior:
+def prior_of(precision: Tensor, mean: float | Tensor, selection: Selection) -> Prior:
     """Return the native prior: one precision, one for each parameter tensor, or one for each weight."""
     if precision.numel() == 1:
         return Isotropic(precision.reshape(()), mean)
@@ -268,14 +273,14 @@ class SearchOptions(HasSettings):
 
     n_steps: int = setting(100, integer())
     lr: float = setting(1e-1, POSITIVE)
-    init_prior_prec: Any = 1.0
-    prior_structure: Any = "scalar"
+    init_prior_prec: float | Tensor = 1.0
+    prior_structure: PriorStructure | str = "scalar"
     val_loader: Any = setting(None, DATA | NONE)
     loss: Any = setting(None, LOSS)
     log_prior_prec_min: float = setting(-4, NUMBER)
     log_prior_prec_max: float = setting(4, NUMBER)
     grid_size: int = setting(100, integer())
-    link_approx: Any = "probit"
+    link_approx: LinkApprox | str = "probit"
     n_samples: int = setting(100, integer())
     verbose: bool = False
     progress_bar: bool = setting(False, FLAG)
@@ -293,7 +298,7 @@ class SearchOptions(HasSettings):
         return torch.logspace(low, high, self.grid_size, base=self.log_prior_prec_base, dtype=torch.float64)
 
 
-def optimise_prior(la: Any, pred_type: str, method: Any, more: Mapping[str, Any]) -> Tensor:
+def optimise_prior(la: Laplace, pred_type: str, method: TuningMethod | str, more: Mapping[str, Any]) -> Tensor:
     """Return the prior precision that a method of laplace-torch chooses; raise for arguments that do not exist."""
     names = [field.name for field in fields(SearchOptions)]
     for name in more:
@@ -307,7 +312,7 @@ def optimise_prior(la: Any, pred_type: str, method: Any, more: Mapping[str, Any]
     return by_grid(la, search, pred_type)
 
 
-def by_evidence(la: Any, search: SearchOptions) -> Tensor:
+def by_evidence(la: Laplace, search: SearchOptions) -> Tensor:
     """Return the precision after ``n_steps`` steps of Adam on its logarithm, as laplace-torch takes them."""
     start = torch.as_tensor(search.init_prior_prec, dtype=torch.float64).reshape(-1)
     sizes = {"scalar": 1, "layerwise": la.n_layers, "diag": la.n_params}
@@ -323,7 +328,7 @@ def by_evidence(la: Any, search: SearchOptions) -> Tensor:
     return logs.detach().exp()
 
 
-def by_grid(la: Any, search: SearchOptions, pred_type: str) -> Tensor:
+def by_grid(la: Laplace, search: SearchOptions, pred_type: str) -> Tensor:
     """Return the precision of the grid with the lowest loss on the held-out data; the first of equal ones."""
     before, losses = la.prior_precision, []
     link = "mc" if pred_type == "nn" else search.link_approx
@@ -344,7 +349,7 @@ def by_grid(la: Any, search: SearchOptions, pred_type: str) -> Tensor:
     return search.grid[best]
 
 
-def _loss(la: Any, loss: Any, pairs: list[tuple[Any, Tensor]]) -> float:
+def _loss(la: Laplace, loss: Any, pairs: list[tuple[Tensor | tuple[Tensor, ...], Tensor]]) -> float:
     """Return the loss of predictions, given as laplace-torch gives them to a loss or to a metric of torchmetrics."""
     outputs = [output if isinstance(output, tuple) else (output,) for output, _ in pairs]
     parts = [torch.cat(part) for part in zip(*outputs, strict=True)]
@@ -361,7 +366,7 @@ def _loss(la: Any, loss: Any, pairs: list[tuple[Any, Tensor]]) -> float:
     return float(loss(*parts, targets))
 
 
-def _negative_log_likelihood(la: Any, parts: list[Tensor], targets: Tensor) -> float:
+def _negative_log_likelihood(la: Laplace, parts: list[Tensor], targets: Tensor) -> float:
     """Return the mean of minus the log-density of the targets: with the noise, which laplace-torch leaves out."""
     if len(parts) == 1:
         return float(-parts[0].gather(-1, targets.long().reshape(-1, 1)).log().mean())
