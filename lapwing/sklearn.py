@@ -6,20 +6,19 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.model_selection import train_test_split
-from sklearn.utils import check_random_state
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from lapwing.api import fit
 from lapwing.errors import DataError, ModelError, NumericalError
+from lapwing.methods.base import Method
+from lapwing.networks.selection import Weights
+from lapwing.priors.base import Prior
 from lapwing.runtime.settings import (
     FLAG,
     NONE,
@@ -33,19 +32,22 @@ from lapwing.runtime.settings import (
 )
 from lapwing.runtime.threads import EarlyStopping
 
-__all__ = ["LapwingClassifier", "LapwingRegressor"]
-
-
 try:
-    import sklearn  # noqa: F401
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.model_selection import train_test_split
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError as error:
     raise ImportError(
         "lapwing.sklearn needs scikit-learn, which is not installed: pip install 'lapwing[sklearn]'."
     ) from error
 
+__all__ = ["LapwingClassifier", "LapwingRegressor"]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
 Loss = Callable[[Tensor, Tensor], Tensor]
+E = TypeVar("E", bound="LapwingEstimator")
 
 
 class Standardised(nn.Module):
@@ -178,16 +180,16 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
         *,
         activation: str = "silu",
         module: Callable[[], nn.Module] | None = None,
-        method: Any = None,
-        weights: Any = None,
-        prior: Any = None,
+        method: Method | str | None = None,
+        weights: Weights | str | None = None,
+        prior: Prior | float | None = None,
         alpha: float = 1e-4,
         learning_rate_init: float = 3e-3,
         batch_size: int | None = None,
         max_iter: int = 200,
         n_iter_no_change: int = 20,
         validation_fraction: float = 0.15,
-        random_state: Any = None,
+        random_state: int | np.random.RandomState | None = None,
     ) -> None:
         self.hidden_layer_sizes = hidden_layer_sizes
         self.activation = activation
@@ -208,17 +210,19 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
         for name, rule in SETTINGS.items():
             rule.check(name, getattr(self, name))
 
-    def _rows(self, x: Any, **settings: Any) -> Any:
+    def _rows(self, x: ArrayLike, **settings: Any) -> Any:
         """Return the inputs, and targets if there are any, as scikit-learn checks them; images only for a module."""
         return validate_data(self, x, dtype=[np.float64, np.float32], allow_nd=self.module is not None, **settings)
 
-    def _fitted(self, x: Any, y: Tensor, outputs: int, likelihood: str, strata: Any = None) -> Any:
+    def _fit_posterior(
+        self: E, rows: NDArray[Any], y: Tensor, outputs: int, likelihood: str, strata: NDArray[Any] | None = None
+    ) -> E:
         """Train the network and fit its posterior; y are targets for the network, (n,) or (n, C)."""
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
-        x = torch.tensor(x)  # a copy: arrays may be read-only
-        network = self._network(x, outputs, seed)
-        x = x.to(first_weight(network))
+        given = torch.tensor(rows)  # a copy: arrays may be read-only
+        network = self._network(given, outputs, seed)
+        x = given.to(first_weight(network))
         y = y.to(x) if y.is_floating_point() else y.to(x.device)
         mean, scale = column_scales(y) if y.is_floating_point() else (y.new_zeros(()), y.new_ones(()))
         loss = F.mse_loss if y.is_floating_point() else F.cross_entropy
@@ -227,11 +231,11 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
         schedule = Schedule(
             self.learning_rate_init, self.alpha, self.batch_size or BATCH, self.max_iter, self.n_iter_no_change, seed
         )
-        rows = held_out if len(held_out) else train
+        watched = held_out if len(held_out) else train
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)  # of dropout
             self._check_outputs(network, x, outputs)
-            self.n_iter_ = schedule.train(network, loss, x[train], scaled[train], (x[rows], scaled[rows]))
+            self.n_iter_ = schedule.train(network, loss, x[train], scaled[train], (x[watched], scaled[watched]))
         if y.is_floating_point():
             network = InUnitsOfTargets(network, mean, scale).eval()
         calibrates = len(held_out) >= CALIBRATES
@@ -263,7 +267,7 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
                 "output for each class or target."
             )
 
-    def _split(self, count: int, seed: int, strata: Any) -> tuple[Tensor, Tensor]:
+    def _split(self, count: int, seed: int, strata: NDArray[Any] | None) -> tuple[Tensor, Tensor]:
         """Return the numbers of the rows to train on and of those held out; none of these if there are few rows."""
         size = round(count * self.validation_fraction)
         if size < FEWEST:
@@ -275,7 +279,7 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
         train, held_out = train_test_split(np.arange(count), stratify=strata, **settings)
         return torch.as_tensor(np.sort(train)), torch.as_tensor(np.sort(held_out))
 
-    def _predictive(self, x: Any) -> Any:
+    def _predictive(self, x: ArrayLike) -> Any:
         """Return the predictive distribution of the targets at these inputs."""
         check_is_fitted(self)
         x = self._rows(x, reset=False)
@@ -319,7 +323,7 @@ class LapwingClassifier(ClassifierMixin, LapwingEstimator):  # type: ignore[misc
     ((2, 3), True)
     """
 
-    def fit(self, X: Any, y: Any) -> LapwingClassifier:
+    def fit(self, X: ArrayLike, y: ArrayLike) -> LapwingClassifier:
         """Train the network and fit its posterior.
 
         Args:
@@ -334,18 +338,18 @@ class LapwingClassifier(ClassifierMixin, LapwingEstimator):  # type: ignore[misc
             UnsupportedError: If a setting is not as expected.
         """
         self._check_settings()
-        x, y = self._rows(X, y=y)
-        check_classification_targets(y)
-        self.classes_, numbers = np.unique(y, return_inverse=True)
+        x, labels = self._rows(X, y=y)
+        check_classification_targets(labels)
+        self.classes_, numbers = np.unique(labels, return_inverse=True)
         if len(self.classes_) < 2:
             raise DataError(f"y has one class, {self.classes_[0]!r}; expected two or more classes.")
-        return self._fitted(x, torch.as_tensor(numbers), len(self.classes_), "classification", numbers)
+        return self._fit_posterior(x, torch.as_tensor(numbers), len(self.classes_), "classification", numbers)
 
-    def predict_proba(self, X: Any) -> Any:
+    def predict_proba(self, X: ArrayLike) -> NDArray[Any]:
         """Return the probability of every class, (n, classes), averaged over the posterior."""
         return self._predictive(X).probs.detach().double().cpu().numpy()
 
-    def predict(self, X: Any) -> Any:
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Return the most probable labels, (n,)."""
         probs = self.predict_proba(X)
         return self.classes_[probs.argmax(1)]
@@ -388,7 +392,7 @@ class LapwingRegressor(RegressorMixin, LapwingEstimator):  # type: ignore[misc]
         tags.target_tags.single_output, tags.target_tags.multi_output = True, True
         return tags
 
-    def fit(self, X: Any, y: Any) -> LapwingRegressor:
+    def fit(self, X: ArrayLike, y: ArrayLike) -> LapwingRegressor:
         """Train the network and fit its posterior.
 
         Args:
@@ -402,12 +406,12 @@ class LapwingRegressor(RegressorMixin, LapwingEstimator):  # type: ignore[misc]
             UnsupportedError: If a setting is not as expected.
         """
         self._check_settings()
-        x, y = self._rows(X, y=y, multi_output=True, y_numeric=True)
-        self._is_vector = np.ndim(y) == 1
-        targets = torch.tensor(np.asarray(y, dtype=np.float64).reshape(len(y), -1))
-        return self._fitted(x, targets, targets.shape[1], "regression")
+        x, numbers = self._rows(X, y=y, multi_output=True, y_numeric=True)
+        self._is_vector = np.ndim(numbers) == 1
+        targets = torch.tensor(np.asarray(numbers, dtype=np.float64).reshape(len(numbers), -1))
+        return self._fit_posterior(x, targets, targets.shape[1], "regression")
 
-    def predict(self, X: Any, return_std: bool = False) -> Any:
+    def predict(self, X: ArrayLike, return_std: bool = False) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]:
         """Return the means of the targets, shaped like the targets of ``fit``.
 
         Args:
@@ -416,10 +420,10 @@ class LapwingRegressor(RegressorMixin, LapwingEstimator):  # type: ignore[misc]
         """
         FLAG.check("return_std", return_std)
         predictive = self._predictive(X)
-        mean = self._shaped(predictive.mean)
-        return (mean, self._shaped(predictive.std)) if return_std else mean
+        mean = self._in_shape_of_targets(predictive.mean)
+        return (mean, self._in_shape_of_targets(predictive.std)) if return_std else mean
 
-    def _shaped(self, values: Tensor) -> Any:
+    def _in_shape_of_targets(self, values: Tensor) -> NDArray[Any]:
         """Return numbers (n, C) as an array; (n,) if the targets of ``fit`` were."""
         array = values.detach().double().cpu().numpy()
         return array[:, 0] if self._is_vector else array
