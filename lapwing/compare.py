@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lapwing.decisions.collecting import align_columns, interval_text, write_json
-from lapwing.decisions.evaluation import PLAIN, Bootstrap, matters, plain_of, remarks, score_posteriors
+from lapwing.decisions.evaluation import PLAIN, Bootstrap, matters, plain_of, score_posteriors, warn_of_other_units
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.metrics import ScoreInterval
@@ -87,7 +87,7 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
         The candidates, best first, with findings in words; print it to read it.
 
     Raises:
-        DataError: If it is no mapping or an empty one, or the numbers of data or the likelihoods differ.
+        DataError: If it is not a mapping, or an empty one, or the numbers of data or the likelihoods differ.
         UnsupportedError: If a posterior has no evidence.
 
     Cost: one evidence and the effective parameters of each posterior; no pass over the data.
@@ -289,7 +289,7 @@ def evaluate(
         The posteriors, best first; print it to read it.
 
     Raises:
-        DataError: If it is no mapping, or data are empty or do not fit, or the tasks differ.
+        DataError: If it is not a mapping, or data are empty or do not fit, or the tasks differ.
 
     Cost: the predictions of each posterior, one forward pass for each model, and ``resamples`` sums over the data.
 
@@ -322,7 +322,7 @@ def evaluate(
     )  # fmt: skip
     one = found[order[0]]
     findings = tuple(dict.fromkeys(each for name, (fitted, _) in compared.items()
-                                   for each in remarks(fitted, found[name])))  # fmt: skip
+                                   for each in warn_of_other_units(fitted, found[name])))  # fmt: skip
     return Evaluations(rows, one.scoring.task, one.data.inputs, len(one.data.values), level, confidence, findings)
 
 

@@ -681,8 +681,8 @@ class Fitted:
 
         with K the joint covariance of the outputs at the inputs, and R Rᵀ the Fisher information of a target about its
         outputs: the inverse noise for numbers, diag(p) - p pᵀ for classes. For numbers with Gaussian noise it is twice
-        the mutual information of the n targets and the network, of which the greedy choice reaches at least 63 % of the
-        best one (Nemhauser et al. 1978).
+        the mutual information of the n targets and the network; the greedy choice reaches at least 63 % of the largest
+        one (Nemhauser et al. 1978).
 
         Args:
             pool: A batch of inputs, ``(inputs, targets)``, or a loader whose order is fixed; targets are left out. Rows

@@ -51,11 +51,11 @@ from lapwing.values.arrays import (
     binary_labels,
     draws,
     labels,
-    listed,
     mean_of_ties,
     normal,
     numbers,
     same_shape,
+    vectors,
     within_one,
 )
 
@@ -105,7 +105,7 @@ def categorical_nll(probs: Values, y: Values, *, ignore_index: int = -100) -> fl
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
-        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
+        DataError: Shapes do not fit, rows are not probabilities, or a label is not one of the classes.
 
     >>> round(categorical_nll(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 1])), 4)
     0.4904
@@ -123,7 +123,7 @@ def accuracy(probs: Values, y: Values, *, ignore_index: int = -100) -> float:
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
-        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
+        DataError: Shapes do not fit, rows are not probabilities, or a label is not one of the classes.
 
     >>> accuracy(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
     0.5
@@ -141,7 +141,7 @@ def brier(probs: Values, y: Values, *, ignore_index: int = -100) -> float:
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
-        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
+        DataError: Shapes do not fit, rows are not probabilities, or a label is not one of the classes.
 
     >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([1]))
     0.5
@@ -165,7 +165,7 @@ def ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int = -100) -
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
-        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
+        DataError: Shapes do not fit, rows are not probabilities, or a label is not one of the classes.
 
     >>> round(ece(torch.tensor([[0.9, 0.1], [0.9, 0.1]]), torch.tensor([0, 1])), 4)
     0.4
@@ -189,7 +189,7 @@ def classwise_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
-        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
+        DataError: Shapes do not fit, rows are not probabilities, or a label is not one of the classes.
 
     >>> round(classwise_ece(torch.tensor([[0.6, 0.4], [0.6, 0.4]]), torch.tensor([0, 0])), 4)
     0.4
@@ -234,7 +234,7 @@ def adaptive_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int 
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
-        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
+        DataError: Shapes do not fit, rows are not probabilities, or a label is not one of the classes.
 
     >>> round(adaptive_ece(torch.tensor([[0.9, 0.1], [0.7, 0.3]]), torch.tensor([0, 1]), bins=2), 4)
     0.4
@@ -454,7 +454,7 @@ def cqm(pit_values: Values, levels: Sequence[float] | None = None) -> float:
         levels: Probabilities of the intervals. By default the mean over all levels from 0 to 1, the exact integral.
 
     Raises:
-        DataError: Values or levels are no probabilities.
+        DataError: Values or levels are not probabilities.
 
     >>> round(cqm(torch.tensor([0.5, 0.5]), levels=[0.5, 0.9]), 4)
     0.3
@@ -494,7 +494,7 @@ def joint_log_likelihood(probs: Values, y: Values, *, ignore_index: int = -100) 
         ignore_index: The label of data that do not count, as in ``nn.CrossEntropyLoss``.
 
     Raises:
-        DataError: Shapes do not fit, rows are no probabilities, or a label is not one of the classes.
+        DataError: Shapes do not fit, rows are not probabilities, or a label is not one of the classes.
 
     >>> draws = torch.tensor([[[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]])
     >>> round(joint_log_likelihood(draws, torch.tensor([1, 1])), 4)  # not 2 log ½: the labels are the same
@@ -732,7 +732,7 @@ def risk_coverage(uncertainty: Values, loss: Values) -> RiskCoverage:
     >>> risk_coverage(torch.tensor([0.1, 0.9, 0.5]), torch.tensor([0, 1, 0])).risk
     tensor([0.0000, 0.0000, 0.3333], dtype=torch.float64)
     """
-    uncertainty, loss = listed(uncertainty=uncertainty, loss=loss)
+    uncertainty, loss = vectors(uncertainty=uncertainty, loss=loss)
     kept = torch.arange(1, len(loss) + 1, dtype=loss.dtype, device=loss.device)
     ordered = mean_of_ties(uncertainty, loss)[uncertainty.argsort()]
     return RiskCoverage(kept / len(loss), ordered.cumsum(0) / kept)

@@ -23,7 +23,7 @@ from lapwing.metrics import risk_coverage as selective_risk
 from lapwing.posteriors.base import Posterior
 from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, describe, integer
 from lapwing.runtime.trace import Trace
-from lapwing.values.arrays import Values, listed, numbers
+from lapwing.values.arrays import Values, numbers, vectors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,10 +183,10 @@ def answers(prediction: Any, y: Any) -> AnswerProbabilities:
     counts = y.flatten() != IGNORED
     _refuse_outside(y.flatten()[counts], 1 if binary else probs.shape[-1] - 1)
     if binary:
-        probability, true = listed(probability=probs.flatten()[counts], true=y.flatten()[counts])
+        probability, true = vectors(probability=probs.flatten()[counts], true=y.flatten()[counts])
         return AnswerProbabilities(probability, true, of_classes=False)
     top, guess = probs.flatten(0, -2)[counts].max(-1)
-    probability, true = listed(probability=top, true=guess == y.flatten()[counts])
+    probability, true = vectors(probability=top, true=guess == y.flatten()[counts])
     return AnswerProbabilities(probability, true, of_classes=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.data.inputs import Inputs
-from lapwing.decisions.collecting import input_batches, one_or_loader, refuse_shuffled, refuse_tokens
+from lapwing.decisions.collecting import as_batches, input_batches, refuse_shuffled, refuse_tokens
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.posteriors.base import Posterior
 from lapwing.runtime.memory import working_memory
@@ -41,13 +41,13 @@ def choose_inputs(
     refuse_shuffled(pool, "pool")
     posterior._refuse_changed()
     with torch.no_grad():
-        batches = input_batches(posterior, one_or_loader(posterior.network, pool), target_key, progress)
+        batches = input_batches(posterior, as_batches(posterior.network, pool), target_key, progress)
         if by != "batch":
             values = torch.cat([_values(posterior, batch, by) for batch in batches])
             _refuse_fewer(len(values), n)
             return values.argsort(descending=True, stable=True)[:n]
         outputs = posterior.network.output_shape[-1]
-        kept = max(n, min(candidates, _fitting(posterior, samples)))
+        kept = max(n, min(candidates, _most_candidates(posterior, samples)))
         numbers, inputs = _candidates(posterior, batches, kept)
         _refuse_fewer(len(numbers), n)
         few = samples == 0 or (samples is None and len(numbers) * outputs <= EXACT)
@@ -60,7 +60,7 @@ def _refuse_fewer(count: int, n: int) -> None:
         raise DataError(f"the pool has {count} inputs; expected at least n={n}. Ask for fewer, or give more.")
 
 
-def _fitting(posterior: Fitted, samples: int | None) -> int:
+def _most_candidates(posterior: Fitted, samples: int | None) -> int:
     """Return how many inputs can be looked at together within the byte budget."""
     network = posterior.network
     numbers, outputs = working_memory(network.device) // (8 * COPIES), network.output_shape[-1]
@@ -140,7 +140,7 @@ class Information(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Exact:
-    """The matrix itself.
+    """The information matrix, stored.
 
     Args:
         blocks: M, (m, k, m, k).
@@ -158,7 +158,7 @@ class Exact:
 
 @dataclass(frozen=True, eq=False)
 class DrawnCovariance:
-    """The same from drawn functions, without the matrix.
+    """The information matrix of drawn functions, never formed.
 
     Args:
         features: Rᵀ d / √(S - 1) of the deviations d of S functions from their mean, (m, k, S).

@@ -161,7 +161,7 @@ def label_batch(posterior: Fitted, batch: Batch, name: str) -> LabelledBatch:
     """Return a batch on the device of the posterior, with targets that fit its likelihood.
 
     Raises:
-        DataError: If targets do not fit, or are probabilities of classes, of which none is right or wrong.
+        DataError: If targets do not fit, or are probabilities of classes: a soft target is neither right nor wrong.
     """
     network, likelihood = posterior.network, posterior.likelihood
     batch = network.arrange_targets(batch.to(network.device))
@@ -176,14 +176,14 @@ def label_batch(posterior: Fitted, batch: Batch, name: str) -> LabelledBatch:
 
 
 def source_of(network: Network, data: Iterable[Any], name: str, target_key: str | None, progress: bool | None) -> Data:
-    """Return the data of a decision, whose pass leaves a sketch of the rows."""
+    """Return the data of a decision; reading them leaves a sketch of the rows."""
     DATA.check(name, data)
     shown = should_show_progress(progress)
     return Data(data, network.device, target_key, shown, name, dtype=network.arithmetic, keep_sketch=True)
 
 
 def batches_of(network: Network, source: Data) -> Iterator[Batch]:
-    """Yield the batches of a loader, small ones joined as one pass of the network takes them."""
+    """Yield the batches of a loader; small ones are joined for one pass of the network."""
     return merge_batches(source.batches(source.name), network.batch_size_for)
 
 
@@ -224,7 +224,7 @@ def rows_of(
     progress: bool | None = None,
     calibrates: bool = True,
 ) -> tuple[Tensor, Scoring[Any]]:
-    """Return ``number(predictive, batch)`` of all batches, joined along the rows, on the CPU, and the kind of targets.
+    """Return the rows ``number(predictive, batch)`` of all batches, on the CPU, and the scoring of the targets.
 
     One pass. Inputs whose target is ignored are left out. Data that calibrate must not all have been used before.
 
@@ -261,10 +261,10 @@ def input_batches(posterior: Fitted, x: Inputs, target_key: str | None, progress
     return iter([posterior._check_inputs(x)] if batches is None else batches)
 
 
-def one_or_loader(network: Network, data: Any) -> Any:
-    """Return inputs or a loader as they are, and a tuple as a list of batches: of one if it is ``(inputs, targets)``.
+def as_batches(network: Network, data: Any) -> Any:
+    """Return inputs or a loader unchanged; return a tuple as a list of batches, ``(inputs, targets)`` as a list of one.
 
-    A tuple is neither if it has the tensors of a network with several inputs.
+    A tuple with the tensors of a network of several inputs is one batch of inputs.
     """
     places = network.input_places
     if not isinstance(data, tuple) or (places and has_places(data, places)):

@@ -71,7 +71,7 @@ class Calibrated(Protocol):
     count: int
     groups: Any
 
-    def predicted(self, x: Inputs, groups: Any) -> Iterator[tuple[Any, Tensor]]:
+    def predict_with_limits(self, x: Inputs, groups: Any) -> Iterator[tuple[Any, Tensor]]:
         """Yield predictives at x and the largest scores that are let in; of each batch if groups are a function."""
         given = self.groups if groups is None and callable(self.groups) else groups
         if not callable(given):
@@ -101,7 +101,7 @@ class Calibrated(Protocol):
             raise DataError(f"an input is of group {group}, which no calibration datum has; expected one of {known}.")
         return self.quantiles[group]
 
-    def covered(
+    def measure_coverage(
         self,
         data: Iterable[Any],
         groups: Any,
@@ -150,7 +150,7 @@ class ConformalSets(Calibrated):
             x: As for ``Fitted.predict``.
             groups: The group number of each input, (B,), if the calibration was given numbers and no function.
         """
-        return PredictionSets(torch.cat([self._members(*each) for each in self.predicted(x, groups)]))
+        return PredictionSets(torch.cat([self._members(*each) for each in self.predict_with_limits(x, groups)]))
 
     def _members(self, predictive: LabelPredictive, limits: Tensor) -> Tensor:
         probs = predictive.class_probs
@@ -170,7 +170,7 @@ class ConformalSets(Calibrated):
             members = self._members(predictive, limits)
             return torch.cat([members.gather(1, safe_labels(batch, members)), members.sum(1, keepdim=True)], 1)
 
-        return self.covered(data, groups, inside, {"target_key": target_key, "progress": progress})
+        return self.measure_coverage(data, groups, inside, {"target_key": target_key, "progress": progress})
 
     def __repr__(self) -> str:
         return f"<ConformalSets: level {self.level:g}, {self.score}, {self.count} calibration data>"
@@ -203,7 +203,7 @@ class ConformalIntervals(Calibrated):
             x: As for ``Fitted.predict``.
             groups: The group number of each input, (B,), if the calibration was given numbers and no function.
         """
-        ends = [self._ends(*each) for each in self.predicted(x, groups)]
+        ends = [self._ends(*each) for each in self.predict_with_limits(x, groups)]
         return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
 
     def _ends(self, predictive: NumberPredictive, limits: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,7 @@ class ConformalIntervals(Calibrated):
             y = batch.targets.to(low).reshape(low.shape)
             return torch.stack([((low <= y) & (y <= high)).double().mean(1), (high - low).double().mean(1)], 1)
 
-        return self.covered(data, groups, inside, {"target_key": target_key, "progress": progress})
+        return self.measure_coverage(data, groups, inside, {"target_key": target_key, "progress": progress})
 
     def __repr__(self) -> str:
         return f"<ConformalIntervals: level {self.level:g}, {self.score}, {self.count} calibration data>"

@@ -49,7 +49,7 @@ def plain_of(posterior: Fitted) -> PointPosterior:
 
 @dataclass(frozen=True, eq=False)
 class ClassTotals:
-    """Totals of ``ClassSums`` over all inputs, with what the error of their mean needs; (C,) each.
+    """Totals of ``ClassSums`` over all inputs, and the sums that the error of their mean needs; (C,) each.
 
     Args:
         probability: Sum of the predicted probabilities.
@@ -536,12 +536,12 @@ def evaluation_of(
     return Evaluation(
         own.scoring.task, own.data.inputs, len(own.data.values), compare_scores(bootstrapped, "posterior", PLAIN),
         level, confidence, own.seconds, base.seconds, own.scoring.columns, own.data.values, base.data.values,
-        frequencies(own.classes, base.classes, confidence), remarks(posterior, own),
+        frequencies(own.classes, base.classes, confidence), warn_of_other_units(posterior, own),
         0 if own.classes is None else len(own.classes.data),
     )  # fmt: skip
 
 
-def remarks(posterior: Fitted, scored: Scored) -> tuple[str, ...]:
+def warn_of_other_units(posterior: Fitted, scored: Scored) -> tuple[str, ...]:
     """Warn if targets seem to be in other units than the predictions, and return the sentence, if there is one."""
     columns = scored.scoring.columns
     if "mean" not in columns:

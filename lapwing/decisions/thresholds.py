@@ -14,8 +14,8 @@ from lapwing.data.inputs import Inputs
 from lapwing.data.known_rows import Sketching
 from lapwing.decisions.collecting import (
     LabelledBatch,
+    as_batches,
     input_batches,
-    one_or_loader,
     refuse_reused,
     refuse_tokens,
     rows_of,
@@ -218,7 +218,7 @@ def binomial_cdf(errors: int, count: int, probability: float) -> float:
 
 
 def fewest_without_error(risk: float, confidence: float) -> int:
-    """Return how many answered data without an error bound the risk."""
+    """Return how many answered data without an error are needed to bound the risk."""
     return math.ceil(math.log((1 - confidence) / THRESHOLDS) / math.log1p(-risk))
 
 
@@ -290,7 +290,7 @@ def detector_of(
     PROBABILITY.check("rate", rate)
     chosen = default_score(posterior) if by is None else by
     one_of(KNOWN).check("by", chosen)
-    given = one_or_loader(posterior.network, calibration)
+    given = as_batches(posterior.network, calibration)
     sketching = Sketching()
     scores = score_inputs(posterior, given, chosen, target_key, progress, sketching).sort().values
     refuse_reused(posterior, sketching.value(), "calibration inputs", of_inputs=True)
@@ -335,7 +335,7 @@ def flagged_ranks(count: int, rate: float) -> int:
 
 
 def fewest_data(rate: float) -> int:
-    """Return with how many calibration data an input can be flagged.
+    """Return the smallest number of calibration data with which an input can be flagged.
 
     >>> fewest_data(0.05), fewest_data(1 / 3)
     (19, 2)

@@ -152,7 +152,7 @@ class ClassPredictive(LabelPredictive):
         over them, Σ_c y_c log p_c.
 
         Raises:
-            DataError: A label is not one of the classes, or a row is no distribution.
+            DataError: A label is not one of the classes, or a row is not a distribution.
         """
         if is_soft(y, self.log_probs):
             y = check_distributions(y.to(self.log_probs))

@@ -403,7 +403,7 @@ def _risk(each: Mapping[str, Any]) -> tuple[Picture, Any]:
 
 
 def band_picture(posterior: Fitted, looked: UncertainInputs) -> tuple[Picture, Any] | None:
-    """Return the band over one input variable; None if inputs have several, or targets are no numbers."""
+    """Return the band over one input variable; None if inputs have several, or targets are not numbers."""
     if looked.line is None or len(posterior.network.output_shape) != 1:
         return None
     x, y = looked.line[0].reshape(-1, 1), looked.line[1]

@@ -322,7 +322,7 @@ class UncertainInput:
 
     number: int  # in the order of the data
     shown: str  # its first numbers; empty if it is an image, or no tensor
-    image: str  # a PNG as a data URI; empty if it is no image
+    image: str  # a PNG as a data URI; empty if it is not an image
     prediction: str
     uncertainty: float
     target: str

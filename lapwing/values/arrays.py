@@ -67,7 +67,7 @@ def same_shape(**values: Values) -> tuple[Tensor, ...]:
     return tuple(tensor.to(tensors[0].device).double() for tensor in tensors)
 
 
-def listed(**values: Values) -> tuple[Tensor, ...]:
+def vectors(**values: Values) -> tuple[Tensor, ...]:
     """Return the values in float64; raise unless they all have one shape (B,)."""
     tensors = same_shape(**values)
     if tensors[0].ndim != 1:

@@ -82,7 +82,7 @@ class ImageForm:
             listed = ", ".join(map(str, self.sizes))
             raise DataError(
                 f"targets have the shape {tuple(y.shape)} and the outputs are images of {self}; expected (B, {listed}) "
-                f"for class numbers or a single channel, or (B, C, {listed}). If they are no images, let the model "
+                f"for class numbers or a single channel, or (B, C, {listed}). If they are not images, let the model "
                 "return (B, C)."
             )
         return y.flatten(1) if y.ndim == dims + 1 else pixels(y)
@@ -189,7 +189,7 @@ class ChosenOutputs:
         return tokens.reshape(-1, tokens.shape[-1], 1) * classes + outputs
 
     def of(self, values: Tensor) -> Tensor:
-        """Return the chosen of values (..., B, [T,] C): (..., B, [S,] k)."""
+        """Return the chosen entries of values (..., B, [T,] C): (..., B, [S,] k)."""
         inner = 2 if self.token_level else 1
         shape, lead = values.shape[-inner:], values.shape[:-inner]
         numbers = self.numbers(shape, values.device).flatten(1)
