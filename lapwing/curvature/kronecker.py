@@ -33,7 +33,7 @@ from lapwing.data.processes import Processes
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.dense import Axes, Basis, FullBasis, ThinBasis
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians, flatten_blocks
-from lapwing.networks.linear_jacobian import HeadGGN, LinearJacobian
+from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.base import BlockPrior, BoundPrior
@@ -64,10 +64,8 @@ class EigenPrecision(BlockPrecision):
         if any(each.out is not self.out or each.inp is not self.inp for each in precisions):
             return [each.quadratic(jacobian, tokens, True) for each in precisions]
         rotated = jacobian.rotate(self.out, self.inp, crossed=False)
-        inverses = [each._weights(rotated) for each in precisions]
-        if isinstance(rotated, LinearJacobian):
-            return list(rotated.quadratic_forms(torch.stack(inverses), tokens, True))
-        return [rotated.quadratic_form(inverse, tokens, True) for inverse in inverses]
+        inverses = torch.stack([each._weights(rotated) for each in precisions])
+        return list(rotated.quadratic_forms(inverses, tokens, True))
 
     def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
         rotated = jacobian.rotate(self.out, self.inp)

@@ -19,7 +19,6 @@ from torch.utils.flop_counter import flop_registry
 from lapwing.curvature.blocks import most_rows
 from lapwing.curvature.sweep import MANY
 from lapwing.data.inputs import Inputs, tensors_in
-from lapwing.networks.dense_jacobian import LookupJacobian
 from lapwing.networks.forward import has_dropout
 from lapwing.networks.jacobians import Block, BlockJacobian, Footprint, temporary_bytes
 from lapwing.networks.linear_jacobian import NEAR
@@ -305,7 +304,7 @@ def _block_work(block: Block, jacobian: BlockJacobian, head: str) -> BlockWork:
     """Return the sizes of a block with this Jacobian; ``head`` is the weight of the last layer."""
     if not block.linear:
         return BlockWork(block.size, opaque=not block.has_rule)
-    form, lookup = (block.groups, block.d_out, block.d_in), isinstance(jacobian, LookupJacobian)
+    form, lookup = (block.groups, block.d_out, block.d_in), jacobian.is_lookup
     return BlockWork(block.size, jacobian.positions, form, block.weight == head, lookup)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import ModelError
-from lapwing.linalg.dense import Axes, Basis, pool_pairs
+from lapwing.linalg.dense import Axes, Basis
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows
 from lapwing.runtime.memory import chunks
 
@@ -137,12 +137,12 @@ class Entries:
 
 
 @dataclass(frozen=True, eq=False)
-class PickedJacobian:
+class PickedJacobian(BlockJacobian):
     """The Jacobian of some entries of a block, j (B, K, n); to all other entries it gives a derivative of zero."""
 
     picked: DenseJacobian
     chosen: Entries
-    positions: int
+    uses: int
 
     @classmethod
     def of(cls, whole: BlockJacobian, chosen: Entries) -> PickedJacobian:
@@ -150,12 +150,12 @@ class PickedJacobian:
         return cls(DenseJacobian(whole.columns(chosen)), chosen, whole.positions)
 
     @property
-    def nbytes(self) -> int:
-        return self.picked.nbytes
+    def positions(self) -> int:
+        return self.uses
 
     @property
-    def widths(self) -> tuple[int, int]:
-        raise AssertionError("single entries have no factors")
+    def nbytes(self) -> int:
+        return self.picked.nbytes
 
     def to(self, dtype: torch.dtype) -> PickedJacobian:
         return replace(self, picked=self.picked.to(dtype))
@@ -165,18 +165,6 @@ class PickedJacobian:
 
     def add(self, other: BlockJacobian) -> PickedJacobian:
         return replace(self, picked=DenseJacobian(self.picked.j + other.columns(self.chosen)))
-
-    def rotate(self, out: Basis, inp: Basis, crossed: bool = True) -> PickedJacobian:
-        raise AssertionError("single entries have no factors to rotate")
-
-    def kronecker_rows(self, reduce: bool, weights: Tensor | None = None) -> KroneckerRows:
-        raise AssertionError("single entries have no Kronecker factors")
-
-    def squares_in(self, out: Basis, inp: Basis) -> Tensor:
-        raise AssertionError("single entries have no factors to rotate")
-
-    def single_map(self) -> None:
-        return None
 
     def whole(self) -> Tensor:
         return self.chosen.expand(self.picked.j)
@@ -197,7 +185,7 @@ class PickedJacobian:
     def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
         same = other if other is self else DenseJacobian(other.columns(self.chosen))
         chosen = None if weights is None else weights.reshape(-1)[self.chosen.at]
-        return whole_between(self.picked, self.picked if same is self else same, chosen)
+        return self.picked.between(self.picked if same is self else same, chosen)
 
     def jvp(self, v: Tensor) -> Tensor:
         return self.picked.jvp(v.flatten(1)[:, self.chosen.at])
@@ -205,15 +193,12 @@ class PickedJacobian:
     def vjp(self, u: Tensor) -> Tensor:
         return self.chosen.expand(self.picked.vjp(u))
 
-    def materialised(self, count: int | None = None) -> PickedJacobian:
-        return self
-
     def materialised_size(self) -> int:
         return self.picked.materialised_size()
 
 
 @dataclass(frozen=True, eq=False)
-class DenseJacobian:
+class DenseJacobian(BlockJacobian):
     """A Jacobian that is kept whole, j (B, K, p).
 
     ``form`` (G, d_out, d_in) is that of a linear block, with the weight ``name``, whose factors a batch does not show.
@@ -222,7 +207,6 @@ class DenseJacobian:
     j: Tensor
     form: tuple[int, ...] = ()  # empty for (p,)
     name: str = ""
-    positions: ClassVar[int] = 1
 
     @property
     def nbytes(self) -> int:
@@ -253,9 +237,6 @@ class DenseJacobian:
             "both, compute it in one way in forward, or leave it out with named()."
         )
 
-    def single_map(self) -> None:
-        return None
-
     def whole(self) -> Tensor:
         return self.j.unflatten(-1, self.form) if self.form else self.j
 
@@ -266,9 +247,6 @@ class DenseJacobian:
         total = self.j.square().sum((0, 1))
         return total.unflatten(-1, self.form) if self.form else total
 
-    def squares_in(self, out: Basis, inp: Basis) -> Tensor:
-        return pool_pairs(out, inp, self.rotate(out, inp, crossed=False).squares())
-
     def unit_squares(self) -> Tensor:
         squares = self.j.square().transpose(0, 1)
         return squares.unflatten(-1, self.form).sum(-1).flatten(2) if self.form else squares
@@ -277,9 +255,6 @@ class DenseJacobian:
         rows, weights = self.j.reshape(len(self.j), tokens, -1, self.j.shape[-1]), weights.reshape(-1)
         return (rows * weights) @ rows.mT if full else (rows.square() * weights).sum(-1)
 
-    def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
-        return whole_between(self, other, weights)
-
     def jvp(self, v: Tensor) -> Tensor:
         return product(v.reshape(len(v), -1), self.j.flatten(0, 1).mT).reshape(len(v), *self.j.shape[:2])
 
@@ -287,15 +262,12 @@ class DenseJacobian:
         total = product(u.flatten(1), self.j.flatten(0, 1))
         return total.unflatten(-1, self.form) if self.form else total
 
-    def materialised(self, count: int | None = None) -> DenseJacobian:
-        return self
-
     def materialised_size(self) -> int:
         return self.j.numel()
 
 
 @dataclass(frozen=True, eq=False)
-class LookupJacobian:
+class LookupJacobian(BlockJacobian):
     """The Jacobian of an embedding: its input factor is an index and never a one-hot vector.
 
     Repeats of a token within a sample are added up first, into U segments. ``g`` (K, U, d_out) holds their gradients;
@@ -308,6 +280,7 @@ class LookupJacobian:
     batch: int
     table: int
     rows: Tensor  # sample * table + token of all uses, without padding, for the counts of the input factor
+    is_lookup: ClassVar[bool] = True
 
     @classmethod
     def build(cls, indices: Tensor, g: Tensor, real: Tensor, table: int) -> LookupJacobian:
@@ -361,9 +334,6 @@ class LookupJacobian:
         number = float(self.rows.numel() if each is None else each.sum())
         return KroneckerRows(None, counts, self.g.flatten(0, 1), False, number)
 
-    def single_map(self) -> None:
-        return None
-
     def whole(self) -> Tensor:
         outputs, _, d_out = self.g.shape
         full = self.g.new_zeros(self.batch, self.table, outputs, d_out)
@@ -383,9 +353,6 @@ class LookupJacobian:
     def squares(self) -> Tensor:
         total = self.g.new_zeros(self.table, self.g.shape[-1])
         return total.index_add_(0, self.token, self.g.square().sum(0)).mT.unsqueeze(0)
-
-    def squares_in(self, out: Basis, inp: Basis) -> Tensor:
-        return pool_pairs(out, inp, self.rotate(out, inp, crossed=False).squares())
 
     def unit_squares(self) -> Tensor:
         total = self.g.new_zeros(self.g.shape[0], self.batch, self.g.shape[-1])
@@ -407,7 +374,7 @@ class LookupJacobian:
     def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
         """Return J diag(weights) J'ᵀ, over the rows of the table that either batch has."""
         if not isinstance(other, LookupJacobian):
-            return whole_between(self, other, weights)
+            return super().between(other, weights)
         tokens = torch.unique(torch.cat([self.token, other.token]))
         left = self._over(tokens)
         right = left if other is self else other._over(tokens)
@@ -433,15 +400,5 @@ class LookupJacobian:
         total = mixed.new_zeros(u.shape[0], self.table, self.g.shape[-1]).index_add_(1, self.token, mixed)
         return total.mT.unsqueeze(1)
 
-    def materialised(self, count: int | None = None) -> LookupJacobian:
-        return self
-
     def materialised_size(self) -> int:
         return self.g.numel()
-
-
-def whole_between(one: BlockJacobian, other: BlockJacobian, weights: Tensor | None) -> Tensor:
-    """Return J diag(weights) J'ᵀ, with both Jacobians formed whole."""
-    rows = one.whole().flatten(2).flatten(0, 1)
-    last = rows if other is one else other.whole().flatten(2).flatten(0, 1)
-    return (rows if weights is None else rows * weights.reshape(-1)) @ last.mT

@@ -15,11 +15,12 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from lapwing.linalg.dense import pool_pairs
 from lapwing.runtime.memory import PIECE, chunks, concat_chunks, even_chunks, working_memory
 
 if TYPE_CHECKING:
@@ -252,100 +253,111 @@ class KroneckerRows:
     diagonal: Tensor | None = None  # (G, d_out), of the output factor; its other entries are then less the products
 
 
-class BlockJacobian(Protocol):
-    """The Jacobian of a block for K seeds and B samples, with the entries of the block in its ``form``."""
+class BlockJacobian:
+    """The Jacobian of a block for K seeds and B samples, with the entries of the block in its ``form``.
+
+    Classes inherit from it. Those with two factors, of outputs and inputs, override what is said to be for them.
+    """
+
+    is_lookup: ClassVar[bool] = False  # whether its inputs are indices of rows of a table
 
     @property
     def positions(self) -> int:
         """How often a sample uses the block: pixels of an image, tokens of a text. 1 where the Jacobian is whole."""
-        ...
+        return 1
 
     @property
     def nbytes(self) -> int:
         """The memory that its tensors take."""
-        ...
+        raise NotImplementedError
 
     @property
     def widths(self) -> tuple[int, int]:
         """The numbers of outputs and inputs of each map. For factored forms."""
-        ...
+        raise AssertionError("this Jacobian has no factors")
 
     def to(self, dtype: torch.dtype) -> BlockJacobian:
         """Return it in another dtype."""
-        ...
+        raise NotImplementedError
 
     def samples(self, rows: slice) -> BlockJacobian:
         """Return that of some samples."""
-        ...
+        raise NotImplementedError
 
     def add(self: S, other: S) -> S:
         """Return the sum with the Jacobian of another use of the same block, which has the same form."""
-        ...
+        raise NotImplementedError
 
     def rotate(self, out: Basis, inp: Basis, crossed: bool = True) -> BlockJacobian:
         """Return it in coordinates of these bases of outputs and inputs. For factored forms.
 
         With ``crossed=False`` the result is only used within samples, which may take fewer coordinates.
         """
-        ...
+        raise AssertionError("this Jacobian has no factors to rotate")
 
     def kronecker_rows(self, reduce: bool, weights: Tensor | None = None) -> KroneckerRows:
         """Return the rows of both Kronecker factors; ``reduce`` pools the positions of a sample. For factored forms.
 
         The gradients have the weights of the samples in them; the inputs get them here, (B,).
         """
-        ...
+        raise AssertionError("this Jacobian has no Kronecker factors")
 
     def squares_in(self, out: Basis, inp: Basis) -> Tensor:
         """Return ``squares`` in these bases, the mean over the directions of each part: (G, m_out, m_in)."""
-        ...
+        return pool_pairs(out, inp, self.rotate(out, inp, crossed=False).squares())
 
     def single_map(self) -> LinearJacobian | None:
         """Return it if it is one linear map that each sample uses once, otherwise None."""
-        ...
+        return None
 
     def whole(self) -> Tensor:
         """Return the Jacobian itself, (B, K, *form)."""
-        ...
+        raise NotImplementedError
 
     def columns(self, entries: Entries) -> Tensor:
         """Return the Jacobian of some entries of the block, (B, K, n); no others are formed."""
-        ...
+        raise NotImplementedError
 
     def squares(self) -> Tensor:
         """Return the sum over samples and outputs of the squared Jacobian, (*form)."""
-        ...
+        raise NotImplementedError
 
     def unit_squares(self) -> Tensor:
         """Return the squared gradients of each seed at the outputs of the block, summed over positions: (K, B, units).
 
         Where the Jacobian is kept whole, its entries are the units.
         """
-        ...
+        raise NotImplementedError
 
     def quadratic_form(self, weights: Tensor, tokens: int, full: bool) -> Tensor:
         """Return Σ_ij J_kij weights_ij J_lij: (B, S, C, C) if full, otherwise its diagonal (B, S, C)."""
-        ...
+        raise NotImplementedError
+
+    def quadratic_forms(self, weights: Tensor, tokens: int, full: bool) -> Iterable[Tensor]:
+        """Return ``quadratic_form`` under each of n weights (n, *form)."""
+        return [self.quadratic_form(each, tokens, full) for each in weights]
 
     def between(self, other: BlockJacobian, weights: Tensor | None = None) -> Tensor:
         """Return J diag(weights) J'ᵀ between the samples of two batches, (B K, B' K'); without weights, J J'ᵀ."""
-        ...
+        rows = self.whole().flatten(2).flatten(0, 1)
+        last = rows if other is self else other.whole().flatten(2).flatten(0, 1)
+        return (rows if weights is None else rows * weights.reshape(-1)) @ last.mT
 
     def jvp(self, v: Tensor) -> Tensor:
         """Return J v for v (n, *form): (n, B, K)."""
-        ...
+        raise NotImplementedError
 
     def vjp(self, u: Tensor) -> Tensor:
         """Return Jᵀ u for u (n, B, K), summed over samples: (n, *form)."""
-        ...
+        raise NotImplementedError
 
     def materialised(self, count: int | None = None) -> BlockJacobian:
         """Return the form in which one product with ``count`` vectors is cheapest; without it, repeated products."""
-        ...
+        return self
 
     def materialised_size(self) -> int:
         """Return how many numbers the form for repeated products has."""
-        ...
+        raise NotImplementedError
 
 
 Stream = Callable[[Collection[int]], Iterator[tuple[int, BlockJacobian]]]  # wanted blocks -> their Jacobians

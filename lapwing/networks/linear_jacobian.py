@@ -20,8 +20,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lapwing.linalg.dense import Basis, pool_pairs
-from lapwing.networks.dense_jacobian import FASTER, DenseJacobian, Entries, product, product_onto, whole_between
+from lapwing.linalg.dense import Basis
+from lapwing.networks.dense_jacobian import FASTER, DenseJacobian, Entries, product, product_onto
 from lapwing.networks.jacobians import BlockJacobian, KroneckerRows, small_results_budget
 from lapwing.runtime.memory import chunks, concat_chunks, even_chunks
 
@@ -122,7 +122,7 @@ def _columns_in_bands(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class LinearJacobian:
+class LinearJacobian(BlockJacobian):
     """The Jacobian of a linear block in factors: a (G, B, T, d_in), g (G, K, B, T, d_out).
 
     For output k and sample b it is Σ_t g_kbt ⊗ a_bt. Where samples have several ``lengths``, both are zero beyond them.
@@ -245,9 +245,6 @@ class LinearJacobian:
             total += product.mul_(product).sum(0)
         return total.sum(1)
 
-    def squares_in(self, out: Basis, inp: Basis) -> Tensor:
-        return pool_pairs(out, inp, self.rotate(out, inp, crossed=False).squares())
-
     def unit_squares(self) -> Tensor:
         return self.g.square().sum(3).permute(1, 2, 0, 3).flatten(2)
 
@@ -304,7 +301,7 @@ class LinearJacobian:
         than this layer's Jacobians. Differentiable in the factors.
         """
         if not isinstance(other, LinearJacobian):
-            return whole_between(self, other, weights)
+            return super().between(other, weights)
         if weights is None and self._grams_cost_less(other):
             return self._grams(other)
         return self._outer(other, weights)

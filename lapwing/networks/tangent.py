@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lapwing.data.inputs import Inputs, map_leaves, take
 from lapwing.errors import ModelError
-from lapwing.networks.dense_jacobian import DenseJacobian, LookupJacobian, PickedJacobian, are_few
+from lapwing.networks.dense_jacobian import DenseJacobian, PickedJacobian, are_few
 from lapwing.networks.examine import relative_gap, unreadable_blocks
 from lapwing.networks.forward import raw_output, recording, select_kernels, with_output_dim
 from lapwing.networks.graph import Graph
@@ -278,7 +278,7 @@ class Tangent:
     ) -> BlockJacobian:
         """Return the Jacobian of a block; where few of its weights are chosen, that of these alone."""
         part = self._whole_block(seeds, opaque, number, grads)
-        if self.network.entries is None or isinstance(part, LookupJacobian):  # gradients of the rows in use are few
+        if self.network.entries is None or part.is_lookup:  # gradients of the rows in use are few
             return part
         chosen = self.network.entries[number]
         few = are_few(len(chosen.at), chosen.size, len(seeds), part.positions)
