@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -287,64 +286,64 @@ def _strips(matrix: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         yield matrix[..., here, here], matrix[..., here, rest], matrix[..., rest, here]
 
 
-class Basis(Protocol):
+class Basis:
     """A basis of R^d, with one eigenvalue for each of its m parts: single directions, and maybe the rest at the end.
 
-    A ``scale`` (G, d) multiplies vectors beforehand: the basis of a matrix in units of it.
+    A ``scale`` (G, d) multiplies vectors beforehand: the basis of a matrix in units of it. The defaults are those of a
+    basis in which every part is one direction.
     """
 
     @property
     def counts(self) -> Tensor | None:
         """The number of directions in each part, (m,); None if every part is one direction."""
-        ...
+        return None
 
-    def to(self, dtype: torch.dtype) -> Any:
+    def to(self, dtype: torch.dtype) -> Basis:
         """Return it in another dtype."""
-        ...
+        raise NotImplementedError
 
     def coordinates(self, x: Tensor) -> Tensor:
         """Return the coordinates of x (..., d): (..., w), at least one for each part."""
-        ...
+        raise NotImplementedError
 
     def lengths(self, x: Tensor) -> Tensor:
         """Return the coordinates, with the length of the part in the rest for all of its coordinates, (..., m)."""
-        ...
+        return self.coordinates(x)
 
     def combine(self, y: Tensor) -> Tensor:
         """Apply the transpose of ``coordinates``: y (..., w) to (..., d)."""
-        ...
+        raise NotImplementedError
 
     def draw(self, eps: Tensor) -> Tensor:
         """Return coordinates (..., w) of standard normal numbers eps (..., d), without the scale."""
-        ...
+        return eps
 
     def draw_transposed(self, y: Tensor) -> Tensor:
         """Apply the transpose of ``draw``: y (..., w) to (..., d)."""
-        ...
+        return y
 
     def expand(self, values: Tensor, width: int) -> Tensor:
         """Return a value for each of ``width`` coordinates, from one for each part (..., m)."""
-        ...
+        return values
 
     def pool(self, squares: Tensor) -> Tensor:
         """Return the mean of squared coordinates (..., w) over the directions of each part, (..., m)."""
-        ...
+        return squares
 
     def diagonal(self, values: Tensor) -> Tensor:
         """Return the diagonal (..., d) of the matrix with these eigenvalues (..., m)."""
-        ...
+        raise NotImplementedError
 
     def diagonal_of(self, x: Tensor) -> Tensor:
         """Return the diagonal of diag(x) in this basis, the mean over the directions of each part: (..., m)."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
-class FullBasis:
+class FullBasis(Basis):
     """A basis of d vectors, the columns of ``vectors`` (G, d, d), which have the scale in them."""
 
     vectors: Tensor
-    counts: None = None
 
     def to(self, dtype: torch.dtype) -> FullBasis:
         return FullBasis(self.vectors.to(dtype))
@@ -352,23 +351,8 @@ class FullBasis:
     def coordinates(self, x: Tensor) -> Tensor:
         return _times(x, self.vectors)
 
-    def lengths(self, x: Tensor) -> Tensor:
-        return self.coordinates(x)
-
     def combine(self, y: Tensor) -> Tensor:
         return _times(y, self.vectors.mT)
-
-    def draw(self, eps: Tensor) -> Tensor:
-        return eps
-
-    def draw_transposed(self, y: Tensor) -> Tensor:
-        return y
-
-    def expand(self, values: Tensor, width: int) -> Tensor:
-        return values
-
-    def pool(self, squares: Tensor) -> Tensor:
-        return squares
 
     def diagonal(self, values: Tensor) -> Tensor:
         return _times(values, self.vectors.square().mT)
@@ -378,7 +362,7 @@ class FullBasis:
 
 
 @dataclass(frozen=True, eq=False)
-class Axes:
+class Axes(Basis):
     """The basis of a diagonal matrix: the coordinates are the entries themselves.
 
     ``exact`` says whether the matrix is diagonal, or only its diagonal was taken.
@@ -386,7 +370,6 @@ class Axes:
 
     scale: Tensor | None = None
     exact: bool = True
-    counts: None = None
 
     def to(self, dtype: torch.dtype) -> Axes:
         return self if self.scale is None else replace(self, scale=self.scale.to(dtype))
@@ -394,23 +377,8 @@ class Axes:
     def coordinates(self, x: Tensor) -> Tensor:
         return _scale(x, self.scale)
 
-    def lengths(self, x: Tensor) -> Tensor:
-        return self.coordinates(x)
-
     def combine(self, y: Tensor) -> Tensor:
         return _scale(y, self.scale)
-
-    def draw(self, eps: Tensor) -> Tensor:
-        return eps
-
-    def draw_transposed(self, y: Tensor) -> Tensor:
-        return y
-
-    def expand(self, values: Tensor, width: int) -> Tensor:
-        return values
-
-    def pool(self, squares: Tensor) -> Tensor:
-        return squares
 
     def diagonal(self, values: Tensor) -> Tensor:
         return _scale(_scale(values, self.scale), self.scale)
@@ -420,7 +388,7 @@ class Axes:
 
 
 @dataclass(frozen=True, eq=False)
-class ThinBasis:
+class ThinBasis(Basis):
     """A basis of r < d orthonormal vectors V, the columns of ``vectors`` (G, d, r), and the rest of the space.
 
     The rest, all directions orthogonal to V, is one part with one eigenvalue. Its coordinates are those of the

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ class NoRuleError(Exception):
     """A node that must be left to autograd."""
 
 
-class Gradient(Protocol):
+class Gradient:
     """A way to pull the gradients of K seeds back through a node."""
 
     def pull(self, node: Node, grad: Tensor, operand: int, owned: bool) -> tuple[Tensor, bool]:
@@ -36,7 +35,7 @@ class Gradient(Protocol):
 
         ``owned`` says the same of ``grad``: an owned gradient may be changed in place.
         """
-        ...
+        raise NotImplementedError
 
 
 # Four leaves of ``Gradient``. They differ in who holds the tensor that they return. A gradient that nobody else holds
@@ -44,7 +43,7 @@ class Gradient(Protocol):
 
 
 @dataclass(frozen=True)
-class Slope:
+class Slope(Gradient):
     """An operation on each entry: its slope, shaped like the output and the same for every seed."""
 
     slope: Callable[[Node], Tensor]
@@ -55,7 +54,7 @@ class Slope:
 
 
 @dataclass(frozen=True)
-class New:
+class New(Gradient):
     """A function that returns a new tensor."""
 
     function: Pull
@@ -65,7 +64,7 @@ class New:
 
 
 @dataclass(frozen=True)
-class View:
+class View(Gradient):
     """A function that may return the tensor it was given, or a view of it."""
 
     function: Pull
@@ -75,7 +74,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Expanded:
+class Expanded(Gradient):
     """A function that returns a view in which several entries share memory: never to be changed in place."""
 
     function: Pull

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,19 +58,6 @@ def signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-class Pattern(Protocol):
-    """Which rows belong to which sample."""
-
-    @property
-    def lengths(self) -> Tensor | None:
-        """The number of rows of each sample, (B,); None if all have the same."""
-        ...
-
-    def split(self, t: Tensor, dim: int, fill: int = 0) -> Tensor:
-        """Split a dimension of rows into (sample, position); samples with fewer rows are filled up."""
-        ...
-
-
 @dataclass(frozen=True)
 class Regular:
     """Rows that run over (outer, sample, inner), as many for each sample."""
@@ -78,9 +65,10 @@ class Regular:
     outer: int
     samples: int
     inner: int
-    lengths: ClassVar[None] = None
+    lengths: ClassVar[None] = None  # the number of rows of each sample, (B,); None: all have the same
 
     def split(self, t: Tensor, dim: int, fill: int = 0) -> Tensor:
+        """Split a dimension of rows into (sample, position)."""
         if self.outer == 1:
             return t.unflatten(dim, (self.samples, self.inner))
         shape = (self.outer, self.samples, self.inner)
@@ -107,8 +95,12 @@ class Ragged:
         return cls(index, lengths)
 
     def split(self, t: Tensor, dim: int, fill: int = 0) -> Tensor:
+        """Split a dimension of rows into (sample, position); samples with fewer rows are filled up."""
         last = t.new_full((*t.shape[:dim], 1, *t.shape[dim + 1 :]), fill)
         return torch.cat([t, last], dim).index_select(dim, self.index.flatten()).unflatten(dim, self.index.shape)
+
+
+Pattern = Regular | Ragged  # which rows belong to which sample
 
 
 @dataclass(frozen=True, eq=False)
