@@ -231,7 +231,7 @@ def accuracy(device: torch.device, full: bool) -> Iterator[str]:
         belief = each.functions(x)
         many = belief.sample(4000 if not full else 20_000, torch.Generator().manual_seed(1))
         truth = torch.stack([part.softmax(-1).mean(0) for part in many.split(500)]).mean(0)
-        steps = each.posterior.numbered(range(DRAWS))
+        steps = each.posterior.numbered_steps(range(DRAWS))
         functions = forward_products(each.network, x, steps)[1]
         plain = torch.cat([belief.mean + functions, belief.mean - functions]).softmax(-1).mean(0)
         predicted = each.predict(x)

@@ -95,7 +95,7 @@ class Fitted:
         lines.append(f"{what}: {self._numbers()}")
         lines += [f"Chosen by Auto: {self.why}"] if self.why else []
         if self.posterior is not self.base:
-            lines.append(self.posterior.described())
+            lines.append(self.posterior.describe())
         if self.network.normalised:
             lines.append("Norms cancel the scale of the weights before them (lw.check lists these). " + (
                 "Each such group has a precision to itself." if self.prior.needs_groups else

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import floored_by_layer, in_runs
+from lapwing.curvature.base import floor_by_layer, in_runs
 from lapwing.curvature.sweep import Seeds, SquaredSum, Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import tensors_in
@@ -204,7 +204,7 @@ class NetworkDesign:
         squares = SquaredSum(self.network)
         for part in self.own_parts():
             squares.add(part.jacobians)
-        return floored_by_layer(squares.diagonal(self.data.processes), self.network.selection)
+        return floor_by_layer(squares.diagonal(self.data.processes), self.network.selection)
 
     def __iter__(self) -> Iterator[DesignRows]:
         """Yield the parts; one of several processes is made of a part of each, or of all its rows if there is one."""

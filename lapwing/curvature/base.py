@@ -118,7 +118,7 @@ class Curvature:
     def __add__(self: S, other: S) -> S:
         raise UnsupportedError(f"curvatures of the class {type(self).__name__} do not add; fit all the data again.")
 
-    def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
+    def sum_with(self: S, others: Sequence[S], weights: Tensor) -> S:
         """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
         raise UnsupportedError(f"curvatures of the class {type(self).__name__} do not add with weights.")
 
@@ -127,7 +127,7 @@ class Curvature:
         raise UnsupportedError(f"the curvature {type(self).__name__} has no file form, a method state().")
 
 
-def floored(values: Tensor) -> Tensor:
+def floor_values(values: Tensor) -> Tensor:
     """Raise values to at least a thousandth of their median, or of their mean if the median is zero.
 
     If all values are zero, return ones.
@@ -145,13 +145,13 @@ def layer_numbers(selection: Selection) -> tuple[list[str], Tensor]:
     return list(order), selection.pick(numbers.repeat_interleave(torch.tensor(selection.sizes)))
 
 
-def floored_by_layer(values: Tensor, selection: Selection) -> Tensor:
+def floor_by_layer(values: Tensor, selection: Selection) -> Tensor:
     """Apply ``floored`` to each layer separately: values (P,) in the order of theta, selected weights only."""
     names, numbers = layer_numbers(selection)
     numbers, raised = numbers.to(values.device), values.clone()
     for number in range(len(names)):
         in_layer = numbers == number
-        raised[in_layer] = floored(values[in_layer])
+        raised[in_layer] = floor_values(values[in_layer])
     return raised
 
 
@@ -170,7 +170,7 @@ def in_runs(jacobian: LayerJacobians, numbers: int, device: torch.device) -> Ite
         yield jacobian.samples(rows)
 
 
-def crossed(
+def cross_products(
     rows_of: Callable[[LayerJacobians], Tensor],
     one: LayerJacobians,
     other: LayerJacobians | None,

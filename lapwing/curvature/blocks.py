@@ -24,7 +24,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import floored, row_products, weighted_sum
+from lapwing.curvature.base import floor_values, row_products, weighted_sum
 from lapwing.data.processes import Processes
 from lapwing.linalg.dense import (
     Axes,
@@ -114,7 +114,7 @@ class Factor:
         """Return the basis with these eigenvectors."""
         raise NotImplementedError
 
-    def whitened(self, root: Tensor) -> Spectrum:
+    def whiten(self, root: Tensor) -> Spectrum:
         """Return eigenvalues of R M R with R = diag(root), and their basis with R in it; root (G, d)."""
         raise NotImplementedError
 
@@ -151,7 +151,7 @@ class MatrixFactor(Factor):
     def basis_of(self, vectors: Tensor) -> FullBasis:
         return FullBasis(vectors)
 
-    def whitened(self, root: Tensor) -> Spectrum:
+    def whiten(self, root: Tensor) -> Spectrum:
         values, vectors = psd_eigh(root.unsqueeze(-1) * self.matrix * root.unsqueeze(-2))
         return self.spectrum_from(values, root.unsqueeze(-1) * vectors)
 
@@ -195,7 +195,7 @@ class RowsFactor(Factor):
         basis = self.basis_of(torch.linalg.qr(sums).Q.to(self.dtype))
         return Spectrum(torch.nn.functional.pad(values.flip(-1), (0, 1)).to(self.dtype), basis)
 
-    def whitened(self, root: Tensor) -> Spectrum:
+    def whiten(self, root: Tensor) -> Spectrum:
         white = RowsFactor(self.rows.double() * root.unsqueeze(-2), self.dtype)
         spectrum = white.spectrum_from(*psd_eigh(white.symmetric()))
         assert isinstance(spectrum.basis, ThinBasis)
@@ -225,7 +225,7 @@ class DiagonalFactor(Factor):
     def spectrum(self) -> Spectrum:
         return Spectrum(self.values.to(self.dtype), Axes(exact=self.exact))
 
-    def whitened(self, root: Tensor) -> Spectrum:
+    def whiten(self, root: Tensor) -> Spectrum:
         return Spectrum((self.values * root.square()).to(self.dtype), Axes(root.to(self.dtype), self.exact))
 
     def diagonal(self) -> Tensor:
@@ -509,7 +509,7 @@ class BlockCurvature(Stored):
 
     def diagonal(self) -> Tensor:
         """Return the diagonal of H in the block's form, no entry below a thousandth of the median."""
-        return floored(self._known_diagonal())
+        return floor_values(self._known_diagonal())
 
     def dense(self) -> Tensor:
         """Return H as a matrix, in the order of the block's form. For tests and small networks."""
@@ -521,9 +521,9 @@ class BlockCurvature(Stored):
         return values
 
     def __add__(self: S, other: S) -> S:
-        return self.mixed([other], torch.ones(2, dtype=torch.float64))
+        return self.sum_with([other], torch.ones(2, dtype=torch.float64))
 
-    def mixed(self: S, others: Sequence[S], weights: Tensor) -> S:
+    def sum_with(self: S, others: Sequence[S], weights: Tensor) -> S:
         """Return the weighted sum of this block and the others, differentiable in the weights (1 + others,)."""
         raise NotImplementedError
 
@@ -573,7 +573,7 @@ class DiagonalBlock(BlockCurvature):
     def __add__(self, other: DiagonalBlock) -> DiagonalBlock:
         return DiagonalBlock(self.values + other.values)
 
-    def mixed(self, others: Sequence[DiagonalBlock], weights: Tensor) -> DiagonalBlock:
+    def sum_with(self, others: Sequence[DiagonalBlock], weights: Tensor) -> DiagonalBlock:
         return DiagonalBlock(weighted_sum([self.values, *(block.values for block in others)], weights))
 
     def state(self) -> State:
@@ -624,18 +624,18 @@ class CholeskyPrecision(BlockPrecision):
         return self._inverse_factor.float()
 
     def quadratic(self, jacobian: BlockJacobian, tokens: int, full: bool) -> Tensor:
-        rows = self._whitened(jacobian)
+        rows = self._whiten(jacobian)
         return row_products(rows.reshape(rows.shape[0], tokens, -1, rows.shape[-1]), full)
 
-    def _whitened(self, jacobian: BlockJacobian) -> Tensor:
+    def _whiten(self, jacobian: BlockJacobian) -> Tensor:
         """Return J L⁻ᵀ, (B, K, p)."""
         j = jacobian.whole().flatten(2).transpose(0, 1)  # seeds first, as small Jacobians lie in memory
         inverse = self._inverse_single if j.dtype == torch.float32 else self._inverse_factor.to(j.dtype)
         return (j @ inverse.mT).transpose(0, 1)
 
     def cross(self, jacobian: BlockJacobian, other: BlockJacobian | None = None) -> Tensor:
-        rows = self._whitened(jacobian).flatten(0, 1)
-        return rows @ (rows if other is None else self._whitened(other).flatten(0, 1)).mT
+        rows = self._whiten(jacobian).flatten(0, 1)
+        return rows @ (rows if other is None else self._whiten(other).flatten(0, 1)).mT
 
     def sample(self, eps: Tensor) -> Tensor:
         flat = eps.reshape(eps.shape[0], -1)
@@ -661,7 +661,7 @@ class FullBlock(BlockCurvature):
     def __add__(self, other: FullBlock) -> FullBlock:
         return FullBlock(self.matrix + other.matrix)
 
-    def mixed(self, others: Sequence[FullBlock], weights: Tensor) -> FullBlock:
+    def sum_with(self, others: Sequence[FullBlock], weights: Tensor) -> FullBlock:
         return FullBlock(weighted_sum([self.matrix, *(block.matrix for block in others)], weights))
 
     def state(self) -> State:
@@ -676,7 +676,7 @@ class FullBlock(BlockCurvature):
         return self.matrix
 
     def diagonal(self) -> Tensor:
-        return floored(self.matrix.diagonal())
+        return floor_values(self.matrix.diagonal())
 
     def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> CholeskyPrecision:
         added = prior.whole.double().reshape(-1).expand(len(self.matrix))

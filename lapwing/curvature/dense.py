@@ -10,7 +10,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import Curvature, Precision, crossed, floored_by_layer, in_runs, row_products, weighted_sum
+from lapwing.curvature.base import (
+    Curvature,
+    Precision,
+    cross_products,
+    floor_by_layer,
+    in_runs,
+    row_products,
+    weighted_sum,
+)
 from lapwing.curvature.kronecker import BlockwisePrecision, prior_precision
 from lapwing.curvature.sweep import Sweep
 from lapwing.data.batches import Data
@@ -60,7 +68,7 @@ class FullPrecision(Precision):
 
     def _white_rows(self, jacobian: LayerJacobians) -> Tensor:
         """Return L⁻¹ Jᵀ as rows, (B K, P), in float64."""
-        return self._whitened(jacobian.whole().flatten(0, 1))
+        return self._whiten(jacobian.whole().flatten(0, 1))
 
     def _by_inputs(self, part: LinearJacobian, jacobian: LayerJacobians, full: bool) -> Tensor:
         """Return J Λ⁻¹ Jᵀ for one linear map at one position: S_cd = Σ_ij g_ci g_dj (aᵀ Σ_ij a).
@@ -72,7 +80,7 @@ class FullPrecision(Precision):
         batch, d_in = a.shape
         d_out = g.shape[-1]
         (block,) = jacobian.layout
-        blocks = self._covariances.at(block, lambda: self._arranged(block))  # (pairs, d_in, d_in)
+        blocks = self._covariances.at(block, lambda: self._arrange(block))  # (pairs, d_in, d_in)
         first, second = torch.triu_indices(d_out, d_out, device=a.device)
         forms = a.new_empty(batch, d_out, d_out)
         for pairs in chunks(len(first), a.element_size() * batch * d_in, a.device):
@@ -91,7 +99,7 @@ class FullPrecision(Precision):
     def _covariances(self) -> Latest[Block, Tensor]:
         return Latest()
 
-    def _arranged(self, block: Block) -> Tensor:
+    def _arrange(self, block: Block) -> Tensor:
         """Return the blocks Σ_ij for i <= j of one linear map, (pairs, d_in, d_in), symmetrised in the inputs."""
         first, second = _pair_positions(block, self.selection, self.factor.device)
         tall = self.covariance[first.unsqueeze(-1), second.unsqueeze(-2)]
@@ -99,15 +107,15 @@ class FullPrecision(Precision):
 
     def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
         numbers = COPIES * self.selection.size
-        return crossed(self._white_rows, jacobian, other, numbers, self.factor.device).to(jacobian.dtype)
+        return cross_products(self._white_rows, jacobian, other, numbers, self.factor.device).to(jacobian.dtype)
 
     def sample(self, eps: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.factor.mT, eps.to(self.factor).mT, upper=True).mT.to(eps)
 
     def adjoint(self, v: Tensor) -> Tensor:
-        return self._whitened(v).to(v)
+        return self._whiten(v).to(v)
 
-    def _whitened(self, rows: Tensor) -> Tensor:
+    def _whiten(self, rows: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.factor, rows.to(self.factor).mT, upper=False).mT
 
     def solve(self, v: Tensor) -> Tensor:
@@ -132,7 +140,7 @@ class FullCurvature(Curvature):
             raise UnsupportedError("these curvatures belong to different networks or weights and do not add.")
         return FullCurvature(self.matrix + other.matrix, self.selection, self.definite and other.definite)
 
-    def mixed(self, others: Sequence[FullCurvature], weights: Tensor) -> FullCurvature:
+    def sum_with(self, others: Sequence[FullCurvature], weights: Tensor) -> FullCurvature:
         """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
         return replace(self, matrix=weighted_sum([self.matrix, *(other.matrix for other in others)], weights))
 
@@ -173,7 +181,7 @@ class FullCurvature(Curvature):
         return values.log().sum() + scale.double().log().sum()
 
     def diagonal(self) -> Tensor:
-        return floored_by_layer(self.matrix.diagonal().double(), self.selection)
+        return floor_by_layer(self.matrix.diagonal().double(), self.selection)
 
     def state(self) -> State:
         return State("FullCurvature", {"definite": self.definite}, {"matrix": self.matrix})
@@ -314,7 +322,7 @@ class Rows:
         """Return W A⁻¹ Wᵀ, (r, r), differentiable in the precisions."""
         raise NotImplementedError
 
-    def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
+    def pull(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         """Return W A⁻¹ Jᵀ, (r, B K)."""
         raise NotImplementedError
 
@@ -340,7 +348,7 @@ class StoredRows(Rows):
         total = reduce(torch.add, ((v[:, part] / precision[part]) @ v[:, part].mT for part in parts))
         return self.sizes[:, None] * total * self.sizes
 
-    def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
+    def pull(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         v, precision = self.vectors, prior.vector.to(self.vectors)
         each = 3 * v.element_size() * v.shape[1]
         parts = (jacobian.jvp(v[part] / precision).to(v).flatten(1) for part in chunks(len(v), each, v.device))
@@ -389,43 +397,45 @@ class LowRankPrecision(Precision):
             rows, itemsize = jacobian.batch * jacobian.outputs, torch.finfo(jacobian.dtype).bits // 8
             numbers += 3 * max(part.nbytes for _, part in jacobian) // (rows * itemsize)
         each = (some.double() for some in in_runs(jacobian, numbers, self._gram.device))
-        parts = (self._reduced(self._prior_only.quadratic(some, full), some, full).to(jacobian.dtype) for some in each)
+        parts = (
+            self._subtract_data(self._prior_only.quadratic(some, full), some, full).to(jacobian.dtype) for some in each
+        )
         return concat_chunks(parts, jacobian.batch)
 
     def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
         double = jacobian.double()
         if other is None:
-            return self._reduced(self._prior_only.cross(double), double, True).to(jacobian.dtype)
+            return self._subtract_data(self._prior_only.cross(double), double, True).to(jacobian.dtype)
         second = other.double()
-        pulled, across = self._pulled(double), self._pulled(second)
+        pulled, across = self._pull(double), self._pull(second)
         if self._cancels(double, pulled) or self._cancels(second, across):
-            covariance = crossed(self._root_rows, double, second, self._numbers, pulled.device)
+            covariance = cross_products(self._root_rows, double, second, self._numbers, pulled.device)
         else:
             covariance = self._prior_only.cross(double, second).addmm_(pulled.mT, across, alpha=-1)
         return covariance.to(jacobian.dtype)
 
-    def _pulled(self, jacobian: LayerJacobians) -> Tensor:
+    def _pull(self, jacobian: LayerJacobians) -> Tensor:
         """Return the root of the part that the data take off the prior covariance, (r, B K)."""
-        return torch.linalg.solve_triangular(self._inner, self.rows.pulled(jacobian, self.prior), upper=False)
+        return torch.linalg.solve_triangular(self._inner, self.rows.pull(jacobian, self.prior), upper=False)
 
     def _cancels(self, jacobian: LayerJacobians, pulled: Tensor) -> bool:
         """Return whether a variance would be a difference that is mostly rounding."""
         prior = self._prior_only.quadratic(jacobian, False).reshape(-1)
         return bool((prior - pulled.square().sum(0) < CANCELLED * prior).any())
 
-    def _reduced(self, prior: Tensor, jacobian: LayerJacobians, full: bool) -> Tensor:
+    def _subtract_data(self, prior: Tensor, jacobian: LayerJacobians, full: bool) -> Tensor:
         """Return J Λ⁻¹ Jᵀ in the shape of ``prior``, the covariance J A⁻¹ Jᵀ or, unless full, its diagonal.
 
         Both terms are float64: their difference cancels if the data leave little variance.
         """
         lead = prior.shape[:-1] if full else prior.shape
         prior_variances = (prior.diagonal(dim1=-2, dim2=-1) if full else prior).clone()
-        covariance = prior.sub_(row_products(self._pulled(jacobian).mT.reshape(*lead, -1), full))
+        covariance = prior.sub_(row_products(self._pull(jacobian).mT.reshape(*lead, -1), full))
         variances = covariance.diagonal(dim1=-2, dim2=-1) if full else covariance
         if not bool((variances < CANCELLED * prior_variances).any()):
             return covariance
         if len(lead) == 1:  # between all samples
-            return crossed(self._root_rows, jacobian, None, self._numbers, covariance.device)
+            return cross_products(self._root_rows, jacobian, None, self._numbers, covariance.device)
         parts = (
             row_products(self._root_rows(some).reshape(some.batch, *lead[1:], -1), full)
             for some in in_runs(jacobian, self._numbers, covariance.device)
@@ -443,7 +453,7 @@ class LowRankPrecision(Precision):
         $$ J \Lambda^{-1} J^\top = \min_c |(J - c W) A^{-1/2}|^2 + |c|^2, \qquad
            c = J A^{-1} W^\top (I + W A^{-1} W^\top)^{-1} $$
         """
-        c = torch.cholesky_solve(self.rows.pulled(jacobian, self.prior), self._inner).mT
+        c = torch.cholesky_solve(self.rows.pull(jacobian, self.prior), self._inner).mT
         rest = jacobian.whole().flatten(0, 1) - self.rows.combine(c)
         return torch.cat([rest * self.prior.vector.to(rest).rsqrt(), c], 1)
 
@@ -521,7 +531,7 @@ class LowRankCurvature(Curvature):
     def diagonal(self) -> Tensor:
         diagonal = self.values @ self.vectors.square()
         nonzero = diagonal > torch.finfo(diagonal.dtype).eps * diagonal.max()  # a dead layer has rounding, not zeros
-        return floored_by_layer(torch.where(nonzero, diagonal, 0), self.selection)
+        return floor_by_layer(torch.where(nonzero, diagonal, 0), self.selection)
 
     def state(self) -> State:
         residual = torch.tensor(self.residual, dtype=torch.float64)

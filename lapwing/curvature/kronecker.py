@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import Curvature, Precision, floored, floored_by_layer
+from lapwing.curvature.base import Curvature, Precision, floor_by_layer, floor_values
 from lapwing.curvature.blocks import (
     BlockCurvature,
     BlockPrecision,
@@ -119,7 +119,7 @@ class BlockwisePrecision(Precision):
     def quadratic(self, jacobian: LayerJacobians, full: bool = True) -> Tensor:
         """Return (B, S, C, C), or (B, S, C). Blocks are added one by one, so memory is that of the largest."""
         each = (self.blocks[i].quadratic(part, jacobian.tokens, full) for i, part in jacobian.numbered_blocks())
-        return reduce(_added, each)
+        return reduce(_add_in_place, each)
 
     def quadratics(self, precisions: Sequence[BlockwisePrecision], jacobian: LayerJacobians) -> list[Tensor]:
         """Return ``quadratic`` of all precisions; every block is formed, and rotated into its basis, once."""
@@ -127,16 +127,16 @@ class BlockwisePrecision(Precision):
         for i, part in jacobian.numbered_blocks():
             blocks = [precision.blocks[i] for precision in precisions]
             covariances = blocks[0].quadratics(blocks, part, jacobian.tokens)
-            totals = covariances if totals is None else [*map(_added, totals, covariances)]
+            totals = covariances if totals is None else [*map(_add_in_place, totals, covariances)]
         assert totals is not None
         return totals
 
     def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
         if other is None:
             pairs = zip(self.blocks, jacobian, strict=True)
-            return reduce(_added, (precision.cross(part) for precision, (_, part) in pairs))
+            return reduce(_add_in_place, (precision.cross(part) for precision, (_, part) in pairs))
         triples = zip(self.blocks, jacobian, other, strict=True)
-        return reduce(_added, (precision.cross(part, second) for precision, (_, part), (_, second) in triples))
+        return reduce(_add_in_place, (precision.cross(part, second) for precision, (_, part), (_, second) in triples))
 
     def sample(self, eps: Tensor) -> Tensor:
         return self._by_block(eps, lambda precision, part: precision.sample(part))
@@ -178,10 +178,10 @@ class BlockwiseCurvature(Curvature):
         total = tuple(a + b for a, b in zip(self.blocks, other.blocks, strict=True))
         return replace(self, blocks=total)
 
-    def mixed(self, others: Sequence[BlockwiseCurvature], weights: Tensor) -> BlockwiseCurvature:
+    def sum_with(self, others: Sequence[BlockwiseCurvature], weights: Tensor) -> BlockwiseCurvature:
         """Return the weighted sum of this curvature and the others, differentiable in the weights (1 + others,)."""
         columns = zip(self.blocks, *(other.blocks for other in others), strict=True)
-        return replace(self, blocks=tuple(first.mixed(rest, weights) for first, *rest in columns))
+        return replace(self, blocks=tuple(first.sum_with(rest, weights) for first, *rest in columns))
 
     def precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
         if self.selection.index is not None:
@@ -222,7 +222,7 @@ class BlockwiseCurvature(Curvature):
 
     def diagonal(self) -> Tensor:
         if self.selection.index is not None:  # the floor is that of the chosen weights
-            return floored_by_layer(self.plain_diagonal(), self.selection)
+            return floor_by_layer(self.plain_diagonal(), self.selection)
         return flatten_blocks([block.diagonal() for block in self.blocks], self.layout, self.selection)
 
     @property
@@ -255,7 +255,7 @@ class BlockwiseCurvature(Curvature):
         return [type(block).__name__ for block in self.blocks]
 
 
-def _added(total: Tensor, part: Tensor) -> Tensor:
+def _add_in_place(total: Tensor, part: Tensor) -> Tensor:
     """Return the sum of two results, in the memory of the first where no gradient needs it."""
     return total + part if total.requires_grad or part.requires_grad else total.add_(part)
 
@@ -396,7 +396,7 @@ class KroneckerBlock(BlockCurvature):
             sum_factors([self.inp, other.inp]), sum_factors([self.out, other.out]), self.rows + other.rows
         )
 
-    def mixed(self, others: Sequence[KroneckerBlock], weights: Tensor) -> KroneckerBlock:
+    def sum_with(self, others: Sequence[KroneckerBlock], weights: Tensor) -> KroneckerBlock:
         """Weight the output factors; all blocks have the same input factor."""
         return replace(self, out=sum_factors([self.out, *(block.out for block in others)], weights))
 
@@ -433,7 +433,7 @@ class KroneckerBlock(BlockCurvature):
 
     def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> EigenPrecision:
         if prior.scale is not None:
-            return self._rescaled(phi, prior.value, prior.scale, block)
+            return self._rescale(phi, prior.value, prior.scale, block)
         if not prior.value.ndim:
             return self.eigen.precision(phi, prior.value)
         if not torch.allclose(prior.value, prior.value[:, :1].expand_as(prior.value)):
@@ -446,11 +446,11 @@ class KroneckerBlock(BlockCurvature):
 
     def _by_input(self, phi: Tensor, by_input: Tensor, logdet: Tensor) -> EigenPrecision:
         """Return Λ = (I ⊗ √D)(B ⊗ D^-½ A D^-½ / φ + I)(I ⊗ √D), exact for any prior that differs by input."""
-        return Eigen(self.out.spectrum, self.inp.whitened(by_input.rsqrt()), self.rows).precision(
+        return Eigen(self.out.spectrum, self.inp.whiten(by_input.rsqrt()), self.rows).precision(
             phi, torch.ones(()), logdet
         )
 
-    def _rescaled(self, phi: Tensor, g: Tensor, scale: Tensor, block: Block) -> EigenPrecision:
+    def _rescale(self, phi: Tensor, g: Tensor, scale: Tensor, block: Block) -> EigenPrecision:
         """Return Λ for a prior g D with a fixed D = D_out ⊗ D_in.
 
         Each factor of H is whitened by its factor of D, once for all g and φ.
@@ -470,13 +470,13 @@ class KroneckerBlock(BlockCurvature):
                 f"the scale of the prior inside {block.weight} is not a product of one factor for outputs and one for "
                 "inputs, which a Kronecker block needs; use method=Diagonal() or Full()."
             )
-        out, inp = self.out.whitened(by_out.double().rsqrt()), self.inp.whitened(by_inp.double().rsqrt())
+        out, inp = self.out.whiten(by_out.double().rsqrt()), self.inp.whiten(by_inp.double().rsqrt())
         return Eigen(out, inp, self.rows)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal with each factor floored separately, so that it stays a Kronecker product."""
         inp, out = self.inp.diagonal(), self.out.diagonal() / (self.rows or 1)
-        return floored(out).unsqueeze(-1) * floored(inp).unsqueeze(-2)
+        return floor_values(out).unsqueeze(-1) * floor_values(inp).unsqueeze(-2)
 
 
 def wide_remark(block: Block, side: str, size: int) -> str:
@@ -517,7 +517,7 @@ def linear_form(network: Network) -> tuple[int, ...]:
     return block.form
 
 
-def eigen_corrected(sweep: Sweep, kron: BlockwiseCurvature) -> BlockwiseCurvature:
+def correct_eigenvalues(sweep: Sweep, kron: BlockwiseCurvature) -> BlockwiseCurvature:
     """Return the exact diagonal of the curvature in the eigenbasis of each Kronecker block, by a second pass.
 
     Where a basis has a rest, directions that no row has, it gets the mean over them.
@@ -551,7 +551,7 @@ class EigenBlock(BlockCurvature):
             "add Kron() curvatures, or fit EKron() on all the data."
         )
 
-    def mixed(self, others: Sequence[EigenBlock], weights: Tensor) -> EigenBlock:
+    def sum_with(self, others: Sequence[EigenBlock], weights: Tensor) -> EigenBlock:
         raise UnsupportedError(
             "eigenvalue-corrected curvatures of different outputs have different bases and do not add; "
             "use Kron(), Diagonal() or Full()."
@@ -594,7 +594,7 @@ class EigenBlock(BlockCurvature):
         return tuple(wide_remark(block, side, d) for side, (basis, d) in wide.items() if is_wide(basis))
 
     def diagonal(self) -> Tensor:
-        return floored(diagonal_in(self.out, self.inp, self.values))
+        return floor_values(diagonal_in(self.out, self.inp, self.values))
 
     def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> EigenPrecision:
         if prior.whole.ndim:

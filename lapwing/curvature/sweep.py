@@ -94,7 +94,7 @@ class Seeds:
     def at(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
         """Return the seeds at outputs f (B, [T,] C): (K, B, [T,] C), different ones for each token."""
         if self.sampled:
-            return self._drawn(likelihood, f, y)
+            return self._draw(likelihood, f, y)
         if self.observed:
             gradient = likelihood.gradient(f, y)
             return root_seeds(gradient.unsqueeze(-1) / likelihood.dispersion.to(gradient).sqrt())
@@ -122,7 +122,7 @@ class Seeds:
                 if columns.shape[-1]:
                     yield root_seeds(columns, first, f.shape[1])
 
-    def _drawn(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    def _draw(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
         """Return the gradients at drawn labels. The draws of a datum follow each other, whatever the chunk.
 
         Labels are drawn independently, so tokens may share a seed: their cross terms vanish on average.
@@ -254,7 +254,7 @@ class Sweep:
 
     def __iter__(self) -> Iterator[LayerJacobians]:
         for tangent, f, targets in self._chunks(self._n_seeds):
-            jacobians = tangent.jacobians(self._weighted(self.seeds.at(self.likelihood, f, targets)))
+            jacobians = tangent.jacobians(self._apply_weights(self.seeds.at(self.likelihood, f, targets)))
             del tangent  # free the memory of one chunk before the next is computed
             yield jacobians
             del jacobians
@@ -341,11 +341,11 @@ class Sweep:
         self._drew = self.seeds.sampled
         most = network.footprint.seeds_at_once(len(f), network.dtype, network.device, width)
         if count <= most:
-            yield self._weighted(self.seeds.at(self.likelihood, f, targets))
+            yield self._apply_weights(self.seeds.at(self.likelihood, f, targets))
         else:
-            yield from map(self._weighted, self.seeds.runs(self.likelihood, f, targets, most))
+            yield from map(self._apply_weights, self.seeds.runs(self.likelihood, f, targets, most))
 
-    def _weighted(self, seeds: Tensor) -> Tensor:
+    def _apply_weights(self, seeds: Tensor) -> Tensor:
         """Return the seeds times the roots of the samples' weights; the Jacobian itself has none."""
         return seeds if self.seeds.curvature == PLAIN else weighted_seeds(seeds, self.weights)
 
@@ -411,7 +411,7 @@ class PerOutputCurvature(Curvature):
 
     def at(self, ratios: Tensor | None) -> Curvature:
         assert ratios is not None
-        return self.parts[0].mixed(self.parts[1:], self.start.to(ratios) / ratios)
+        return self.parts[0].sum_with(self.parts[1:], self.start.to(ratios) / ratios)
 
     def state(self) -> State:
         parts = {str(i): part.state() for i, part in enumerate(self.parts)}

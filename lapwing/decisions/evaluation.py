@@ -26,7 +26,7 @@ from lapwing.decisions.collecting import (
 from lapwing.errors import DataError
 from lapwing.metrics import Calibration, RiskCoverage, ScoreInterval, calibration, risk_coverage
 from lapwing.posteriors.base import Posterior
-from lapwing.posteriors.members import PointPosterior
+from lapwing.posteriors.sampled import PointPosterior
 from lapwing.predictives.scores import LEVELS, ClassSums, Numbers, Score, Scoring
 from lapwing.runtime.memory import batch_size_for
 from lapwing.runtime.settings import GENERATOR, PROBABILITY, integer

@@ -17,7 +17,7 @@ from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import Cost, Work, Workload
 from lapwing.networks.forward import borrow_copy, copy_modules, has_dropout, make_shareable, raw_output, with_output_dim
 from lapwing.networks.network import Network
-from lapwing.posteriors.members import Members, MembersPosterior
+from lapwing.posteriors.sampled import Members, MembersPosterior
 from lapwing.problem import Problem, summed_loss
 from lapwing.runtime.settings import integer, setting
 from lapwing.runtime.state import MEMBERS, State, Whole, saved

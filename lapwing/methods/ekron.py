@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from lapwing.curvature.blocks import FACTOR_LIMIT
-from lapwing.curvature.kronecker import SHARINGS, eigen_corrected, kronecker_curvature, share_decompositions
+from lapwing.curvature.kronecker import SHARINGS, correct_eigenvalues, kronecker_curvature, share_decompositions
 from lapwing.curvature.sweep import CURVATURES, DRAWS, Sweep, choose_seeds
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance, Exactness, Method
@@ -67,7 +67,7 @@ class EKron(Method):
         kron = kronecker_curvature(first, network, self.sharing, self.full_limit, self.factor_limit)
         kron = share_decompositions(kron, data.processes)
         second = Sweep(network, likelihood, data, seeds, "EKron, values")
-        corrected = eigen_corrected(second, kron)
+        corrected = correct_eigenvalues(second, kron)
         return WeightPosterior.fitted(problem, corrected, second.statistics, second.estimate)
 
     def cost(self, workload: Workload) -> Cost:

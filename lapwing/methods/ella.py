@@ -124,7 +124,7 @@ def leading_rows(anchors: Anchors, prior: BoundPrior, rank: int, cut: float = 1e
     real = values > cut * values[0].clamp_min(1e-300)
     if not bool(real.any()):
         raise NumericalError("no output depends on the selected weights at any landmark; choose other weights.")
-    return anchors.combined((vectors[:, real] / values[real].sqrt()).mT)
+    return anchors.combine((vectors[:, real] / values[real].sqrt()).mT)
 
 
 def within(

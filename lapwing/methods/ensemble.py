@@ -27,7 +27,7 @@ from lapwing.networks.forward import (
     refuse_training_mode,
     with_output_dim,
 )
-from lapwing.posteriors.members import Members, MembersPosterior, mean_of, outputs_of
+from lapwing.posteriors.sampled import Members, MembersPosterior, mean_of, outputs_of
 from lapwing.problem import Problem, summed_loss
 from lapwing.runtime.settings import FUNCTION, NONE, integer, setting
 from lapwing.runtime.state import State

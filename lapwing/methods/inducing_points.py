@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from lapwing.curvature.base import Curvature, Precision, floored_by_layer
+from lapwing.curvature.base import Curvature, Precision, floor_by_layer
 from lapwing.curvature.dense import LowRankCurvature, LowRankPrecision, Rows
 from lapwing.curvature.kronecker import prior_precision
 from lapwing.curvature.sweep import SquaredSum, Sweep
@@ -58,14 +58,14 @@ class AnchoredRows(Rows):
     def gram(self, prior: BoundPrior) -> Tensor:
         return self.mix.mT @ self.anchors.kernel(prior) @ self.mix
 
-    def pulled(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
+    def pull(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         return self.mix.mT @ self.anchors.against(jacobian, prior).mT
 
     def times(self, v: Tensor) -> Tensor:
         return self.anchors.times(v) @ self.mix
 
     def combine(self, c: Tensor) -> Tensor:
-        return self.anchors.combined(c @ self.mix.mT)
+        return self.anchors.combine(c @ self.mix.mT)
 
 
 @saved
@@ -155,7 +155,7 @@ class AnchoredCurvature(Curvature):
 
     def diagonal(self) -> Tensor:
         diagonal = self.anchored_diagonal if self.ggn_diagonal is None else self.ggn_diagonal.double()
-        return floored_by_layer(diagonal, self.selection)
+        return floor_by_layer(diagonal, self.selection)
 
     def state(self) -> State:
         if not isinstance(self.anchors.inputs, Tensor):
@@ -214,7 +214,7 @@ class BoundedCurvature(Stored, Curvature):
         return self.part.logdet(phi, prior) + self.unseen(phi, prior).sum().clamp_min(0)
 
     def diagonal(self) -> Tensor:
-        return floored_by_layer(self.exact_diagonal.double(), self.part.selection)
+        return floor_by_layer(self.exact_diagonal.double(), self.part.selection)
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,7 +303,7 @@ class SubspaceCurvature(Curvature):
         return (dual * (self.gram @ dual)).sum(0)
 
     def diagonal(self) -> Tensor:
-        return floored_by_layer(self.inner_diagonal.clamp_min(0), self.selection)
+        return floor_by_layer(self.inner_diagonal.clamp_min(0), self.selection)
 
     def state(self) -> State:
         return State("SubspaceCurvature", tensors={"directions": self.directions, "gram": self.gram})
@@ -384,7 +384,7 @@ class Anchors:
         """Return v J_Zᵀ for v (n, P): (n, M)."""
         return concat_chunks((part.jvp(v)[:, :, 0] for part in self.parts), len(self), 1)
 
-    def combined(self, c: Tensor) -> Tensor:
+    def combine(self, c: Tensor) -> Tensor:
         """Return c J_Z for c (n, M): (n, P)."""
         total, start = c.new_zeros(len(c), self.network.selection.size), 0
         for part in self.parts:

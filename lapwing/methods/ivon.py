@@ -18,8 +18,7 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.network import Network
-from lapwing.posteriors.members import mean_of
-from lapwing.posteriors.sampled import Drawn, WeightDraws
+from lapwing.posteriors.sampled import Drawn, WeightDraws, mean_of
 from lapwing.priors import Isotropic
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, integer, setting

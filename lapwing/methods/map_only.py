@@ -10,7 +10,7 @@ import torch
 from lapwing.data.batches import Data
 from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import Cost, Work, Workload
-from lapwing.posteriors.members import PointPosterior
+from lapwing.posteriors.sampled import PointPosterior
 from lapwing.problem import Problem, summed_loss
 
 

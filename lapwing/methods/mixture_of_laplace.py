@@ -15,7 +15,7 @@ from lapwing.methods.base import METHOD, MODELS, Conformance, Method, OverNetwor
 from lapwing.methods.cost import Cost, Workload
 from lapwing.methods.kron import Kron
 from lapwing.posteriors.base import Posterior
-from lapwing.posteriors.several import NetworksPosterior
+from lapwing.posteriors.mixture import NetworksPosterior
 from lapwing.runtime.settings import NONE, POSITIVE_VALUES, setting
 
 

@@ -17,8 +17,7 @@ from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.methods.base import Conformance, Method
 from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.network import Network
-from lapwing.posteriors.members import mean_of
-from lapwing.posteriors.sampled import Drawn, WeightDraws
+from lapwing.posteriors.sampled import Drawn, WeightDraws, mean_of
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, Rule, integer, is_real, setting
 from lapwing.runtime.state import ABOVE_ZERO, MEMBERS, Array, State, Whole, saved

@@ -18,7 +18,7 @@ from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.functionals import is_single_map
 from lapwing.networks.network import Network
 from lapwing.networks.selection import LastLayer, Weights
-from lapwing.posteriors.members import MeanFieldPosterior, checked_features
+from lapwing.posteriors.sampled import MeanFieldPosterior, feature_function
 from lapwing.problem import Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import chunks, refuse_large_result
 from lapwing.runtime.settings import POSITIVE, integer, setting
@@ -138,7 +138,7 @@ class FeatureRows:
         Raise once the features so far, with ``samples`` draws of every output, take too much memory.
         """
         network, likelihood = problem.network, problem.likelihood
-        run, weights = checked_features(network), _matrix(network, network.theta().double())
+        run, weights = feature_function(network), _matrix(network, network.theta().double())
         features, targets, outputs, count = [], [], [], 0
         draws = 1 if likelihood.noise_variance is not None else samples
         for batch in data.batches("features"):

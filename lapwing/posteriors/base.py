@@ -159,10 +159,10 @@ class Posterior(Tunable):
     def predict(self, x: Inputs, samples: int | None = None) -> Any:
         """Return the predictive of the targets at x, from this many functions, or from variances if it is zero."""
         likelihood = self.problem.likelihood
-        numbers = numbers_of([self], likelihood, [float(self.has_spread)], samples, x)
+        numbers = draw_numbers([self], likelihood, [float(self.has_spread)], samples, x)
         if numbers:
             predict = lambda beliefs: likelihood.predict_samples(beliefs[0])
-            return drawn_predictive([self], x, numbers, self.kept_draws, predict)
+            return predict_from_draws([self], x, numbers, self.kept_draws, predict)
         (belief,) = differentiable_beliefs(lambda inner: [self(inner)], x)
         check_finite(belief.mean, "outputs of the network")
         return likelihood.predict(belief)
@@ -181,7 +181,7 @@ class Posterior(Tunable):
             f"the posterior {type(self).__name__} has no file form, a method state(); fit again where it is needed."
         )
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return the cells of a mixture in words; nothing for other posteriors."""
         return ""
 
@@ -240,7 +240,7 @@ class Posterior(Tunable):
         """Return how many numbered draws there are; None if there is one for every number."""
         return None
 
-    def numbered(self, numbers: range) -> Tensor:
+    def numbered_steps(self, numbers: range) -> Tensor:
         """Return the draws with these numbers as steps from the mean of the weights, (n, P), the same at every call."""
         raise self.lacks("draws of the weights of the tangent model")
 
@@ -254,10 +254,10 @@ def numbered_normals(numbers: range, like: Tensor) -> Tensor:
 def prefers_draws(members: Sequence[Posterior], network: Network, likelihood: Likelihood, x: Inputs) -> bool:
     """Return whether predictions at x use drawn functions of these posteriors unless the user asks otherwise."""
     many = torch.Size(network.for_inputs(x).output_shape).numel() > MANY
-    return many and likelihood.prefers_samples and all(each.provides(Posterior.numbered) for each in members)
+    return many and likelihood.prefers_samples and all(each.provides(Posterior.numbered_steps) for each in members)
 
 
-def numbers_of(
+def draw_numbers(
     members: Sequence[Posterior], likelihood: Likelihood, shares: Sequence[float], samples: int | None, x: Inputs
 ) -> tuple[range, ...]:
     """Return the numbers of the pairs of functions that each belief draws; no ranges where variances are computed.
@@ -281,11 +281,11 @@ def numbers_of(
             "x requires a gradient, and this prediction is drawn from functions, which has none. Use x.detach(), "
             "predict(x, samples=0), or functions(x)."
         )
-    counts = dict(zip(drawing, allotted([shares[number] for number in drawing], -(-count // 2)), strict=True))
+    counts = dict(zip(drawing, allot([shares[number] for number in drawing], -(-count // 2)), strict=True))
     numbers, first = [], 0
     for number, each in enumerate(members):
         n = counts.get(number, 0)
-        if n and not each.provides(Posterior.numbered):
+        if n and not each.provides(Posterior.numbered_steps):
             raise UnsupportedError(
                 f"samples is {samples}, and {type(each).__name__} has no draws of the weights of the tangent model; "
                 "expected None or 0, for the prediction that it has."
@@ -303,10 +303,10 @@ def numbers_of(
     return tuple(numbers)
 
 
-def allotted(shares: Sequence[float], total: int) -> list[int]:
+def allot(shares: Sequence[float], total: int) -> list[int]:
     """Return how many pairs each share gets: ``total`` in proportion, but two at least, or one if two are too many.
 
-    >>> allotted([0.7, 0.28, 0.02], 16)
+    >>> allot([0.7, 0.28, 0.02], 16)
     [10, 4, 2]
     """
     least = LEAST if total >= LEAST * len(shares) else 1
@@ -320,7 +320,7 @@ def allotted(shares: Sequence[float], total: int) -> list[int]:
     return counts
 
 
-def drawn_beliefs(
+def draw_beliefs(
     members: Sequence[Posterior], x: Inputs, numbers: Sequence[range], kept: Kept
 ) -> Iterator[FunctionSamples]:
     """Yield the belief of every posterior about the outputs at x, made of the functions with these numbers.
@@ -345,10 +345,10 @@ def _steps(posterior: Posterior, numbers: range) -> Tensor:
     network = posterior.problem.network
     if not len(numbers):
         return torch.zeros(0, network.selection.size, dtype=network.dtype, device=network.device)
-    return posterior.numbered(numbers)
+    return posterior.numbered_steps(numbers)
 
 
-def drawn_predictive(
+def predict_from_draws(
     members: Sequence[Posterior],
     x: Inputs,
     numbers: Sequence[range],
@@ -373,7 +373,7 @@ def _by_parts(
 ) -> Iterator[list[FunctionSamples]]:
     """Yield the beliefs about a few inputs after another, as many as fit the budget with all their functions."""
     for _, part in pieces(members[0].problem.network, x, sum(map(len, numbers))):
-        beliefs = list(drawn_beliefs(members, part, numbers, kept))
+        beliefs = list(draw_beliefs(members, part, numbers, kept))
         check_finite(beliefs[0].mean, "outputs of the network")
         yield beliefs
 

@@ -1,4 +1,4 @@
-"""A mixture of beliefs around one network: integration over hyperparameters in place of one choice of them."""
+"""Mixtures of beliefs: around one network, to integrate over hyperparameters, and of the posteriors of several."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, check_finite
-from lapwing.errors import FileError, UnsupportedError
+from lapwing.errors import FileError, ModelError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
+from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.functionals import Functional
+from lapwing.networks.network import Network
 from lapwing.networks.passes import outputs_along
-from lapwing.posteriors.base import ALL, SUM, Posterior, drawn_predictive, numbers_of
-from lapwing.posteriors.weight_space import beliefs_at, remarked
+from lapwing.posteriors.base import ALL, SUM, Posterior, draw_numbers, predict_from_draws
+from lapwing.posteriors.weight_space import beliefs_at, with_update_remark
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.state import (
     ROUNDING,
@@ -147,13 +149,15 @@ class MixturePosterior(Posterior):
         for base in self.bases:
             base.require(Posterior.updated, SUM)
         new = tuple(base.updated(data, generator) for base in self.bases)
-        return replace(self, bases=new, trace=remarked(self.trace, new[0].statistics.data - self.statistics.data))
+        return replace(
+            self, bases=new, trace=with_update_remark(self.trace, new[0].statistics.data - self.statistics.data)
+        )
 
     def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
         """Return the mean and covariance of the mixture, Σ w V if beliefs have one mean. They share one Jacobian."""
         if query.joint:
             return self._joint(each.belief(x, query) for each in self.members)
-        return self._mixed(beliefs_at(self.members, x, query))
+        return self._mix(beliefs_at(self.members, x, query))
 
     def _joint(self, beliefs: Iterable[FunctionGaussian]) -> FunctionGaussian:
         """Return the mean and joint covariance of the mixture of these beliefs, of which one at a time is in memory."""
@@ -165,25 +169,25 @@ class MixturePosterior(Posterior):
             total.add_(belief.cov.reshape(size, size), alpha=spread)
             del belief
         assert total is not None
-        mean = _weighted(self._shares, means)
+        mean = _weighted_sum(self._shares, means)
         for each, share in zip(means, self._shares.tolist(), strict=True):
             gap = (each - mean).flatten()
             total.addr_(gap, gap, alpha=share)
         return FunctionGaussian.across(mean, total)
 
-    def _mixed(self, beliefs: Sequence[FunctionGaussian]) -> FunctionGaussian:
+    def _mix(self, beliefs: Sequence[FunctionGaussian]) -> FunctionGaussian:
         """Return the mean and covariance of the mixture of these beliefs."""
         spreads, shares = self._spreads, self._shares
-        mean = _weighted(shares, (belief.mean for belief in beliefs))
+        mean = _weighted_sum(shares, (belief.mean for belief in beliefs))
         gaps = [belief.mean - mean for belief in beliefs]
         outer = lambda gap: gap.unsqueeze(-1) * gap.unsqueeze(-2)
-        variances = lambda: _weighted(spreads, (b.variance for b in beliefs))
-        covs = lambda: _weighted(spreads, (b.cov for b in beliefs))
+        variances = lambda: _weighted_sum(spreads, (b.variance for b in beliefs))
+        covs = lambda: _weighted_sum(spreads, (b.cov for b in beliefs))
         return FunctionGaussian(
             mean,
             Deferred(
-                lambda: variances() + _weighted(shares, (gap.square() for gap in gaps)),
-                lambda: covs().add_(_weighted(shares, map(outer, gaps))),
+                lambda: variances() + _weighted_sum(shares, (gap.square() for gap in gaps)),
+                lambda: covs().add_(_weighted_sum(shares, map(outer, gaps))),
             ),
         )
 
@@ -191,7 +195,7 @@ class MixturePosterior(Posterior):
     def cell_count(self) -> int:
         return len(self.cells)
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return the cells in words: precisions or scales of the covariance, and the plain network, with weights."""
         shares: dict[str, float] = {}
         for cell, weight in zip(self.cells, self.weights.tolist(), strict=True):
@@ -205,9 +209,9 @@ class MixturePosterior(Posterior):
                 name = f"covariance × {cell.scale / noise:.3g}"
             shares[name] = shares.get(name, 0.0) + weight
         parts = ", ".join(f"{name} ({share:.2f})" for name, share in sorted(shares.items(), key=lambda s: -s[1]))
-        return f"A mixture of {len(self.cells)} cells: {parts}.{self._offset_described()}"
+        return f"A mixture of {len(self.cells)} cells: {parts}.{self._describe_offset()}"
 
-    def _offset_described(self) -> str:
+    def _describe_offset(self) -> str:
         """Return what the offset of the logits does, in words; nothing if no cell differs from the base in it."""
         own = self.problem.likelihood.logit_offset
         moved = [i for i, cell in enumerate(self.cells) if cell.likelihood.logit_offset is not own]
@@ -242,15 +246,15 @@ class MixturePosterior(Posterior):
         Functions are drawn from the beliefs by the weights of their cells; cells with the same belief share them.
         """
         wide = self._by_belief([float(cell.scale > 0) for cell in self.cells]).tolist()
-        numbers = numbers_of(self.members, self.problem.likelihood, wide, samples, x)
+        numbers = draw_numbers(self.members, self.problem.likelihood, wide, samples, x)
         if numbers:
-            return drawn_predictive(self.members, x, numbers, self.kept_draws, self._averaged)
+            return predict_from_draws(self.members, x, numbers, self.kept_draws, self._average)
         beliefs = differentiable_beliefs(lambda inner: beliefs_at(self.members, inner), x)
         for mean in {id(belief.mean): belief.mean for belief in beliefs}.values():
             check_finite(mean, "outputs of the network")
-        return self._averaged(beliefs)
+        return self._average(beliefs)
 
-    def _averaged(self, beliefs: Sequence[FunctionGaussian] | Sequence[FunctionSamples]) -> Any:
+    def _average(self, beliefs: Sequence[FunctionGaussian] | Sequence[FunctionSamples]) -> Any:
         """Return the average of the predictives of all cells, given the belief of each posterior."""
         components = tuple(cell.predict(beliefs[cell.belief]) for cell in self.cells)
         if not hasattr(components[0], "mixed"):
@@ -264,7 +268,7 @@ class MixturePosterior(Posterior):
         """Return n functions, (n, B, [T,] C); each draws its cell first. One pass of the network for all of them."""
         if self._one_tangent_model:
             none = torch.zeros_like(self.members[0].theta)
-            steps = self._drawn(
+            steps = self._draw(
                 n, generator, lambda each, count: each.deviations(count, generator), lambda _: none, none
             )
             moving = steps.any(1)  # not those of the plain network
@@ -273,14 +277,14 @@ class MixturePosterior(Posterior):
             out[moving] += products
             return out
         centre = lambda each: beliefs_at([each], x)[0].mean
-        return self._drawn(
+        return self._draw(
             n, generator, lambda each, count: each.function_samples(x, count, generator),
             centre, centre(self._all_with(Posterior.function_samples, "function samples")[0]),
         )  # fmt: skip
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights, (n, P); each draws its cell first."""
-        return self._drawn(
+        return self._draw(
             n, generator, lambda each, count: each.weight_samples(count, generator),
             lambda each: each.theta, self._all_with(Posterior.weight_samples, "weight samples")[0].theta,
         )  # fmt: skip
@@ -297,7 +301,7 @@ class MixturePosterior(Posterior):
             base.require(capability, what)
         return self.members
 
-    def _drawn(self, n: int, generator: torch.Generator | None, draws: Any, centre: Any, like: Tensor) -> Tensor:
+    def _draw(self, n: int, generator: torch.Generator | None, draws: Any, centre: Any, like: Tensor) -> Tensor:
         """Return n draws, (n, *like.shape): cells by their weights, then draws of their belief, spread by the cell.
 
         A belief is asked once for the draws of all its cells: methods with stored samples return the first ones.
@@ -397,7 +401,7 @@ def _shares(weights: Tensor) -> str:
     return "" if abs(float(weights.sum()) - 1) < ROUNDING else "does not sum to one; expected weights that do"
 
 
-def _weighted(weights: Tensor, parts: Iterable[Tensor]) -> Tensor:
+def _weighted_sum(weights: Tensor, parts: Iterable[Tensor]) -> Tensor:
     """Return Σ w_k v_k of some parts v, of which one at a time is in memory."""
     total: Tensor | None = None
     for weight, part in zip(weights.tolist(), parts, strict=True):
@@ -412,3 +416,120 @@ def member(bases: Sequence[Posterior], belief: Belief) -> Posterior:
     if belief.precisions is None:
         return base
     return base.with_problem(base.problem.with_precisions(belief.precisions))
+
+
+@dataclass(frozen=True, eq=False)
+class NetworksPosterior(Posterior):
+    """Posteriors of several networks with a share each: y ~ Σ share · predictive of each network.
+
+    ``functions`` has the mean and covariance of the mixture. It has no evidence, no weight samples, no Jacobian and no
+    GGN: those belong to the weights of one network.
+    """
+
+    mixture: MixturePosterior
+    networks: tuple[Network, ...]
+    fingerprints: tuple[Fingerprint, ...]  # of the networks at the fit
+    trace: Trace | None = None  # the steps of the tuners of all networks, one after another
+
+    @classmethod
+    def of(cls, posteriors: Sequence[Posterior], shares: Sequence[float]) -> NetworksPosterior:
+        """Return the mixture; raise if two networks have outputs of different shapes."""
+        networks = tuple(each.problem.network for each in posteriors)
+        for number, network in enumerate(networks):
+            if network.output_shape != networks[0].output_shape:
+                raise ModelError(
+                    f"network {number} has outputs of the shape {network.output_shape}; expected "
+                    f"{networks[0].output_shape}, that of the first."
+                )
+        marks = tuple(Fingerprint.of(network.model) for network in networks)
+        return cls(
+            concat_mixtures(posteriors, shares), networks, marks, _merge_traces([each.trace for each in posteriors])
+        )
+
+    @property
+    def problem(self) -> Problem:  # type: ignore[override]
+        """That of the first network."""
+        return self.mixture.problem
+
+    @property
+    def statistics(self) -> Statistics:  # type: ignore[override]
+        """Loss and counts of the data, of the first network."""
+        return self.mixture.statistics
+
+    @property
+    def of_one_network(self) -> bool:
+        return False
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        count, bases = len(self.networks), self.mixture.bases
+        listed = (finding for each in bases for finding in each.findings)
+        first = f"A mixture of the posteriors of {count} networks; the prior and noise shown are those of the first."
+        return (first, *dict.fromkeys(listed))
+
+    def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
+        return self._checked_mixture().belief(x, query)
+
+    def predict(self, x: Inputs, samples: int | None = None) -> Any:
+        return self._checked_mixture().predict(x, samples)
+
+    def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n functions, (n, B, [T,] C); each draws its network first."""
+        for base in self.mixture.bases:
+            base.require(Posterior.function_samples, "function samples")
+        return self._checked_mixture().function_samples(x, n, generator)
+
+    def plain(self) -> Posterior:
+        return self.mixture.base.plain()
+
+    def _checked_mixture(self) -> MixturePosterior:
+        """Return the mixture; raise ``ModelError`` if a network has other weights than at the fit."""
+        for network, fingerprint in zip(self.networks, self.fingerprints, strict=True):
+            fingerprint.refuse_other(network.model)
+        return self.mixture
+
+    def state(self) -> State:
+        """Raise ``UnsupportedError``: a file does not hold networks."""
+        raise UnsupportedError(
+            "a mixture of several networks has no file form, since a file does not hold networks; save those and fit "
+            "again, or save the posterior of each."
+        )
+
+
+def concat_mixtures(posteriors: Sequence[Posterior], shares: Sequence[float]) -> MixturePosterior:
+    """Return one mixture of posteriors with these shares; those that are mixtures bring their cells."""
+    bases: list[Posterior] = []
+    beliefs: list[Belief] = []
+    cells: list[Cell] = []
+    weights: list[Tensor] = []
+    for posterior, share in zip(posteriors, shares, strict=True):
+        each = posterior if isinstance(posterior, MixturePosterior) else _single_mixture(posterior)
+        cells += [replace(cell, belief=cell.belief + len(beliefs)) for cell in each.cells]
+        beliefs += [replace(belief, base=belief.base + len(bases)) for belief in each.beliefs]
+        bases += each.bases
+        weights.append(share * each.weights.cpu())
+    return MixturePosterior(tuple(bases), tuple(beliefs), tuple(cells), torch.cat(weights))
+
+
+def _single_mixture(posterior: Posterior) -> MixturePosterior:
+    """Return the mixture of one posterior."""
+    cell = Cell(0, posterior.problem.likelihood)
+    return MixturePosterior((posterior,), (Belief(0),), (cell,), torch.ones(1, dtype=torch.float64))
+
+
+def _merge_traces(traces: Sequence[Trace | None]) -> Trace | None:
+    """Return one record of the tuners of several networks; scores are means over networks, each by itself."""
+    known = [trace for trace in traces if trace is not None]
+    if not known:
+        return None
+    first = known[0]
+    names = [name for name in first.scores if all(name in trace.scores for trace in known)]
+    return replace(
+        first,
+        tuner=f"{first.tuner} for each network" if first.tuner else "",
+        steps=tuple(step for trace in known for step in trace.steps),
+        findings=tuple(dict.fromkeys(finding for trace in known for finding in trace.findings)),
+        scores={
+            f"{name}, mean of the networks": sum(trace.scores[name] for trace in known) / len(known) for name in names
+        },
+    )

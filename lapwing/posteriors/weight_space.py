@@ -98,7 +98,7 @@ class SummedBy:
         return _METHODS[fields.pop("name")](**fields)
 
 
-def with_more(posterior: WeightPosterior, data: Data, generator: torch.Generator | None) -> WeightPosterior:
+def add_data(posterior: WeightPosterior, data: Data, generator: torch.Generator | None) -> WeightPosterior:
     """Return the posterior with the sums over these data added to its own."""
     method = posterior.method
     if method is None:
@@ -122,19 +122,19 @@ def with_more(posterior: WeightPosterior, data: Data, generator: torch.Generator
         posterior,
         curvature=posterior.curvature + curvature,
         statistics=posterior.statistics + replace(statistics, losses=losses),
-        estimate=_pooled(posterior, estimate, statistics.data),
-        trace=remarked(posterior.trace, statistics.data),
+        estimate=_pool_estimates(posterior, estimate, statistics.data),
+        trace=with_update_remark(posterior.trace, statistics.data),
     )
 
 
-def remarked(trace: Trace | None, count: float) -> Trace:
+def with_update_remark(trace: Trace | None, count: float) -> Trace:
     """Return the trace with a remark that so many data came after its tuner."""
     trace = Trace("") if trace is None else trace
     remark = f"{count:,.10g} data were added later: prior, noise and weights of a mixture are those of the data before."
     return replace(trace, findings=(*trace.findings, remark))
 
 
-def _pooled(posterior: WeightPosterior, estimate: Estimate | None, count: float) -> Estimate | None:
+def _pool_estimates(posterior: WeightPosterior, estimate: Estimate | None, count: float) -> Estimate | None:
     """Return how the sum of both curvatures was estimated; errors of independent sums add up by their squares."""
     both = [(each, n) for each, n in ((posterior.estimate, posterior.statistics.data), (estimate, count)) if each]
     if not both:
@@ -185,7 +185,7 @@ def _of_token(precision: Precision, tangent: Tangent, start: int, pieces: list[s
         total[:, here, here] = precision.quadratic(rows, True)[:, 0]
         for there in pieces[number + 1 :]:
             columns = tangent.jacobians(seeds(there))
-            block = _spread(precision.cross(rows, columns), rows, columns).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+            block = _as_pairs(precision.cross(rows, columns), rows, columns).diagonal(dim1=0, dim2=2).movedim(-1, 0)
             total[:, here, there] = block
             total[:, there, here] = block.mT
     return total.unsqueeze(1)
@@ -206,9 +206,9 @@ def joint_covariance(
     for number in range(len(pieces)):
         others = jacobian_pieces(network, x, pieces[number:], chosen)
         here, rows = next(others)
-        total[here[0], here[1], here[0], here[1]] = _spread(cross(rows, None), rows, rows)
+        total[here[0], here[1], here[0], here[1]] = _as_pairs(cross(rows, None), rows, rows)
         for there, columns in others:
-            block = _spread(cross(rows, columns), rows, columns)
+            block = _as_pairs(cross(rows, columns), rows, columns)
             total[here[0], here[1], there[0], there[1]] = block
             total[there[0], there[1], here[0], here[1]] = block.permute(2, 3, 0, 1)
     return f, total.flatten(2).flatten(0, 1)
@@ -241,7 +241,7 @@ def jacobian_pieces(
         yield piece, tangent.jacobians(tangent.seeds(piece[1]))
 
 
-def _spread(block: Tensor, rows: LayerJacobians, columns: LayerJacobians) -> Tensor:
+def _as_pairs(block: Tensor, rows: LayerJacobians, columns: LayerJacobians) -> Tensor:
     """Return (B K, B' K') as (B, K, B', K')."""
     return block.reshape(rows.batch, rows.outputs, columns.batch, columns.outputs)
 
@@ -327,9 +327,9 @@ class WeightPosterior(Linearised):
         """
         problem = problem.with_residual_noise(statistics)
         posterior = cls(problem, curvature, statistics, problem.network.theta(), estimate=estimate, method=method)
-        return posterior.with_prior(problem.prior) if problem.prior.needs_curvature else posterior._with_prior_checked()
+        return posterior.with_prior(problem.prior) if problem.prior.needs_curvature else posterior._with_usable_prior()
 
-    def _with_prior_checked(self) -> WeightPosterior:
+    def _with_usable_prior(self) -> WeightPosterior:
         """Return the posterior; raise now, not at the first prediction, if the curvature cannot take its prior."""
         self.current.refuse_prior(self._phi.detach(), self.problem.prior)
         return self
@@ -353,10 +353,10 @@ class WeightPosterior(Linearised):
         A g-prior takes its scale from the curvature.
         """
         prior = prior.with_scale(self.current.diagonal()) if prior.needs_curvature else prior
-        return replace(self, problem=self.problem.with_prior(prior), mode=None)._with_prior_checked()
+        return replace(self, problem=self.problem.with_prior(prior), mode=None)._with_usable_prior()
 
     def updated(self, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
-        return with_more(self, data, generator)
+        return add_data(self, data, generator)
 
     def with_trace(self, trace: Trace) -> WeightPosterior:
         return replace(self, trace=trace)
@@ -530,20 +530,20 @@ class WeightPosterior(Linearised):
     def deviations(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights as steps from their mean, (n, P)."""
 
-        def drawn(run: slice) -> Tensor:
-            return self._mapped(normal_rows(run.stop - run.start, len(self.theta), generator, self.theta))
+        def draw(run: slice) -> Tensor:
+            return self._steps(normal_rows(run.stop - run.start, len(self.theta), generator, self.theta))
 
-        return concat_chunks(map(drawn, self._draw_runs(n)), n)
+        return concat_chunks(map(draw, self._draw_runs(n)), n)
 
     def _draw_runs(self, n: int) -> Iterator[slice]:
         """Yield runs of draws of the weights that fit the byte budget: of one there are four copies for a while."""
         most = int(PIECE * budget(self.theta.device)) // (4 * self.theta.nbytes)
         return even_chunks(n, most)
 
-    def numbered(self, numbers: range) -> Tensor:
-        return self._mapped(numbered_normals(numbers, self.theta))
+    def numbered_steps(self, numbers: range) -> Tensor:
+        return self._steps(numbered_normals(numbers, self.theta))
 
-    def _mapped(self, eps: Tensor) -> Tensor:
+    def _steps(self, eps: Tensor) -> Tensor:
         """Return the steps Λ^-½ eps for standard normal numbers (n, P)."""
         with torch.no_grad():
             return self.precision.sample(eps).to(self.theta)
@@ -557,11 +557,11 @@ class WeightPosterior(Linearised):
         """Return n functions of the tangent model, (n, B, [T,] C): one draw of the weights for all inputs."""
         integer().check("n", n)
 
-        def drawn(run: slice) -> Tensor:
+        def draw(run: slice) -> Tensor:
             f, products = outputs_along(self.problem.network, x, self.deviations(run.stop - run.start, generator))
             return products.add_(f)
 
-        return concat_chunks(map(drawn, self._draw_runs(n)), n)
+        return concat_chunks(map(draw, self._draw_runs(n)), n)
 
     def state(self) -> State:
         tensors = {"theta": self.theta} if self.mode is None else {"theta": self.theta, "mode": self.mode.theta}

@@ -65,7 +65,7 @@ def configuration(posterior: Fitted) -> dict[str, str]:
         facts["noise variance"] = _numbers(posterior.likelihood.noise_variance)
     facts["hyperparameters"] = f"by {trace.tuner}" if trace is not None and trace.tuner else "as given, not tuned"
     if posterior.posterior is not base:
-        facts["mixture"] = posterior.posterior.described()
+        facts["mixture"] = posterior.posterior.describe()
     return facts
 
 

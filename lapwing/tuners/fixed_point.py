@@ -259,7 +259,7 @@ class SampleEM(TunerWithSettings):
             phi = 2 * loss / max(count - float(gamma.sum()), 1e-3 * count)
             likelihood = problem.likelihood.with_dispersion(torch.tensor(phi, dtype=torch.float64).to(precision))
             problem = problem.with_likelihood(likelihood)
-        return current.warm_started(problem)
+        return current.warm_start(problem)
 
     def _result(self, current: SampledPosterior, steps: list[Step], gammas: Tensor, change: float) -> SampledPosterior:
         """Return the posterior with its trace; raise if the last change was too large."""

@@ -17,7 +17,7 @@ from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.jacobians import temporary_bytes
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Kept, Posterior, drawn_beliefs, pieces, prefers_draws
+from lapwing.posteriors.base import Kept, Posterior, draw_beliefs, pieces, prefers_draws
 from lapwing.posteriors.mixture import Belief, Cell, member
 from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.problem import Problem, check_named_targets, first_samples
@@ -72,9 +72,9 @@ def _by_functions(
     """Yield rows of a batch, and the functions with these numbers; without ``kept``, one member after another."""
     for rows, part in pieces(members[0].problem.network, x, max(map(len, numbers))):
         if kept is not None:
-            yield rows, drawn_beliefs(members, part, numbers, kept)
+            yield rows, draw_beliefs(members, part, numbers, kept)
         else:
-            alone = (drawn_beliefs([each], part, [n], Kept()) for each, n in zip(members, numbers, strict=True))
+            alone = (draw_beliefs([each], part, [n], Kept()) for each, n in zip(members, numbers, strict=True))
             yield rows, chain.from_iterable(alone)
 
 

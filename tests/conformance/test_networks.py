@@ -264,7 +264,7 @@ def curvature_matrix(posterior: lw.Fitted) -> Tensor:
         posterior.posterior.curvature, "part", posterior.posterior.curvature
     )  # of ELLA with its residual
     if hasattr(curvature, "anchors"):
-        rows = curvature.anchors.combined(curvature.mix.T)
+        rows = curvature.anchors.combine(curvature.mix.T)
         return rows.T @ rows
     if hasattr(curvature, "vectors"):
         return curvature.vectors.T @ torch.diag(curvature.values) @ curvature.vectors

@@ -231,13 +231,13 @@ def test_the_pixels_of_these_inputs_decide_whether_functions_are_drawn() -> None
 
 def test_validation_data_of_several_sizes_are_scored_by_their_own_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fit to small images, validated by large ones too: the large ones take functions, the small ones none."""
-    plain, sizes = cells.drawn_beliefs, set()
+    plain, sizes = cells.draw_beliefs, set()
 
-    def drawn_beliefs(members: Any, x: Tensor, *others: Any) -> Any:
+    def draw_beliefs(members: Any, x: Tensor, *others: Any) -> Any:
         sizes.add(tuple(x.shape[2:]))
         return plain(members, x, *others)
 
-    monkeypatch.setattr(cells, "drawn_beliefs", drawn_beliefs)
+    monkeypatch.setattr(cells, "draw_beliefs", draw_beliefs)
     large = drawn(2, INPUTS, 12, 11), torch.randint(0, CHANNELS, (2, 12, 11))
     lw.fit(net(), [(X, LABELS)], "classification", method=lw.Diagonal(), validation=[(X, LABELS), large])
     assert sizes == {(12, 11)}

@@ -218,7 +218,7 @@ def test_every_method_can_be_guarded_without_validation_data(setting: str) -> No
     p, q = (posterior.predict(x).log_prob(y).exp() for posterior in (guarded, plain))
     assert float((1 - p / q).clamp_min(0).mean()) <= 0.005 * 1.001
     varied = "precision" if guarded.base.linearised else "covariance ×"
-    assert f"{varied} " in guarded.posterior.described()
+    assert f"{varied} " in guarded.posterior.describe()
     assert guarded.trace is not None
     assert guarded.trace.scores["mixture"] < guarded.trace.scores["plain network"] + 0.01
 

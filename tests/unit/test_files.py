@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.data.samples import OneSample
-from lapwing.posteriors.members import PointPosterior
+from lapwing.posteriors.sampled import PointPosterior
 from tests import problems
 from tests.attack import checkpoints, files
 from tests.attack.damage import Contents

@@ -94,7 +94,7 @@ def test_anchors_are_rows_of_the_jacobian(name: str) -> None:
     assert_close(anchors.against(jacobians, prior), inducing.kernel(other, z, prior.vector))
     v, c = torch.randn(4, z.shape[1], dtype=D), torch.randn(4, M, dtype=D)
     assert_close(anchors.times(v), v @ z.T)
-    assert_close(anchors.combined(c), c @ z)
+    assert_close(anchors.combine(c), c @ z)
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet_batchnorm", "embedding", "dict_input"])
@@ -105,7 +105,7 @@ def test_chunks_of_anchors(name: str) -> None:
     with lw.memory.limited(1):
         assert [part.batch for part in anchors.parts] == [1] * M
         assert_close(anchors.kernel(prior), inducing.kernel(z, z, prior.vector))
-        assert_close(anchors.combined(c), c @ z)
+        assert_close(anchors.combine(c), c @ z)
         assert_close(anchors.times(c @ z), c @ z @ z.T)
 
 
@@ -113,7 +113,7 @@ def test_anchors_elsewhere() -> None:
     anchors, case = setting("mlp"), BY_NAME["mlp"]
     moved = anchors.at(case.batch(M, seed=6))
     jac = dense.jacobian(case.build(), case.batch(M, seed=6), M)[torch.arange(M), outputs(anchors.network)]
-    assert_close(moved.combined(torch.eye(M, dtype=D)), jac)
+    assert_close(moved.combine(torch.eye(M, dtype=D)), jac)
     assert moved.outputs is anchors.outputs
 
 
@@ -125,7 +125,7 @@ def test_anchors_of_float32_networks_are_wide() -> None:
     assert anchors.kernel(prior).dtype == D
     z, _ = rows("mlp")
     assert_close(anchors.kernel(prior), inducing.kernel(z, z, prior.vector), dtype=torch.float32)
-    own = anchors.combined(torch.eye(M, dtype=D))
+    own = anchors.combine(torch.eye(M, dtype=D))
     assert_close(anchors.kernel(prior), inducing.kernel(own, own, prior.vector))
 
 
@@ -227,10 +227,10 @@ def test_rows_follow_the_mix() -> None:
     w, mine = mix().T @ z, AnchoredRows(anchors, mix())
     assert_close(mine.gram(prior), inducing.kernel(w, w, prior.vector))
     jacobians = anchors.network.linearise(BY_NAME["mlp"].batch(3, seed=2)).jacobians()
-    assert_close(mine.pulled(jacobians, prior), inducing.kernel(w, other, prior.vector))
+    assert_close(mine.pull(jacobians, prior), inducing.kernel(w, other, prior.vector))
     v, c = torch.randn(2, 83, dtype=D), torch.randn(2, RANK, dtype=D)
     assert_close(mine.times(v), v @ w.T)
-    assert_close(mine.combined(c), c @ w)
+    assert_close(mine.combine(c), c @ w)
 
 
 def test_points_of_several_tensors_have_no_file_form() -> None:

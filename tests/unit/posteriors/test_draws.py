@@ -15,7 +15,7 @@ import lapwing as lw
 from lapwing.networks import passes as directional
 from lapwing.networks.tangent import Tangent
 from lapwing.posteriors import base as posteriors
-from lapwing.posteriors.base import Posterior, allotted, numbers_of
+from lapwing.posteriors.base import Posterior, allot, draw_numbers
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
 from lapwing.predictives.labels import AveragedClasses, SoftmaxPredictive, SoftmaxSamples
 from lapwing.values.gaussian import FunctionSamples
@@ -62,13 +62,13 @@ def functions(member: Any, x: Tensor, numbers: range) -> FunctionSamples:
     """The functions with these numbers, by a dense Jacobian."""
     jacobian = dense.jacobian(member.problem.network.model, x, len(x))
     mean = member.problem.network.model(x).detach()
-    return FunctionSamples.of(mean, torch.einsum("bcp,kp->kbc", jacobian, member.numbered(numbers)))
+    return FunctionSamples.of(mean, torch.einsum("bcp,kp->kbc", jacobian, member.numbered_steps(numbers)))
 
 
 @pytest.mark.parametrize("shares", [[1.0], [0.5, 0.5], [0.7, 0.28, 0.02], [0.9, 0.05, 0.05], [0.25] * 4])
 @pytest.mark.parametrize("total", [1, 3, 8, 16, 33])
 def test_pairs_are_allotted_in_proportion(shares: list[float], total: int) -> None:
-    counts = allotted(shares, total)
+    counts = allot(shares, total)
     least = 2 if total >= 2 * len(shares) else 1
     assert min(counts) >= least
     assert sum(counts) == max(total, len(shares))
@@ -80,11 +80,11 @@ def test_pairs_are_allotted_in_proportion(shares: list[float], total: int) -> No
 def test_draws_depend_on_their_number_alone_and_have_the_covariance(method: Any) -> None:
     posterior, _ = fitted("classification", FEW, method)
     base = posterior.posterior
-    assert base.provides(Posterior.numbered)
-    some = base.numbered(range(3, 9))
-    assert_close(base.numbered(range(5, 6)), some[2:3])
+    assert base.provides(Posterior.numbered_steps)
+    some = base.numbered_steps(range(3, 9))
+    assert_close(base.numbered_steps(range(5, 6)), some[2:3])
     square = lambda weights: weights["2.bias"][1]
-    many = base.numbered(range(4000))[:, -FEW + 1]
+    many = base.numbered_steps(range(4000))[:, -FEW + 1]
     ratio = float(many.square().mean() / posterior.variance_of(square))
     assert abs(ratio - 1) < 5 * (2 / 4000) ** 0.5
 
@@ -103,7 +103,7 @@ def test_a_mixture_draws_by_weight_and_shares_draws_between_cells() -> None:
     posterior, x = fitted("classification", FEW)
     mixed = mixture(posterior)
     first, second = mixed.posterior.members
-    n = allotted([0.4, 0.45], 8)
+    n = allot([0.4, 0.45], 8)
     one, other = functions(first, x, range(n[0])), functions(second, x, range(n[0], 8))
     parts = (one.scaled(1 / 0.7), other, other.widened(2.0).scaled(1 / 2.0), one.widened(0.0).scaled(1 / 4.0))
     expected = SoftmaxSamples(parts, tuple(WEIGHTS.tolist()))
@@ -187,7 +187,7 @@ def test_draws_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     posterior, x = fitted("classification", MANY)
     fresh = replace(posterior, posterior=replace(posterior.posterior))
     first = fresh.predict(x).log_probs
-    monkeypatch.setattr(type(fresh.posterior), "numbered", lambda *_: pytest.fail("drawn again"))
+    monkeypatch.setattr(type(fresh.posterior), "numbered_steps", lambda *_: pytest.fail("drawn again"))
     assert torch.equal(fresh.predict(x).log_probs, first)
     moved = fresh.to("cpu")
     assert_close(moved.predict(x).log_probs, first)
@@ -250,9 +250,9 @@ def test_refusals() -> None:
 
 def test_stored_samples_are_all_that_there_are() -> None:
     posterior, x = fitted("classification", MANY, lw.Sampled(3))
-    (numbers,) = numbers_of([posterior.posterior], posterior.likelihood, [1.0], None, x)
+    (numbers,) = draw_numbers([posterior.posterior], posterior.likelihood, [1.0], None, x)
     assert numbers == range(3)
-    assert_close(posterior.posterior.numbered(range(2, 5)), posterior.posterior.samples[[2, 0, 1]])
+    assert_close(posterior.posterior.numbered_steps(range(2, 5)), posterior.posterior.samples[[2, 0, 1]])
 
 
 def test_the_tokens_of_these_inputs_decide_whether_functions_are_drawn() -> None:

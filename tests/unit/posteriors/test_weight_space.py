@@ -515,7 +515,7 @@ def test_equals_the_fit_to_all_data(net, method):
 @pytest.mark.parametrize("likelihood", [lw.Gaussian(), lw.Gaussian(per_output=True)])
 def test_prior_and_noise_stay_and_then_equal_the_fit_to_all_data(net, likelihood):
     before = lw.fit(net, [(X[OLD], NUMBERS[OLD])], likelihood, tuner=lw.tuners.MaximiseEvidence())
-    after = before.update((X[NEW], NUMBERS[NEW]))
+    after = before.updated((X[NEW], NUMBERS[NEW]))
     assert torch.equal(after.prior.values, before.prior.values)
     assert torch.equal(after.likelihood.noise_variance, before.likelihood.noise_variance)
     whole = lw.fit(net, [(X, NUMBERS)], likelihood, prior=1.0).base
@@ -532,7 +532,7 @@ def test_default_mixture_updates_all_its_posteriors(net, y, tmp_path):
     likelihood = "classification" if y is LABELS else "regression"
     before = lw.fit(net, [(X[OLD], y[OLD])], likelihood)
     before.save(tmp_path / "net")
-    after = before.update([(X[NEW], y[NEW])])
+    after = before.updated([(X[NEW], y[NEW])])
     assert torch.equal(after.posterior.weights, before.posterior.weights)
     for base in after.posterior.bases:
         method = base.method
@@ -569,7 +569,7 @@ def test_wide_factors_take_the_form_that_all_data_give_them(limit, tmp_path):
     half = lw.fit(wide, [(x[OLD], y[OLD])], **options)
     half.save(tmp_path / "half")
     for before in (half, lw.load(tmp_path / "half", wide)):
-        more = before.update([(x[NEW], y[NEW])])
+        more = before.updated([(x[NEW], y[NEW])])
         assert type(more.base.curvature.blocks[0].inp) is type(whole.base.curvature.blocks[0].inp)
         assert_close(more.functions(x).cov, whole.functions(x).cov)
         assert_close(more.log_evidence(), whole.log_evidence())

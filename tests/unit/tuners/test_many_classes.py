@@ -63,7 +63,7 @@ def scores_written_out(grid: CellGrid, x: Tensor, y: Tensor) -> Tensor:
     columns = []
     for cell in grid.cells:
         each = member(grid.bases, grid.beliefs[cell.belief])
-        steps = torch.einsum("bcp,kp->kbc", jacobian, each.numbered(range(cells.SCORED))).reshape(-1, *mean.shape)
+        steps = torch.einsum("bcp,kp->kbc", jacobian, each.numbered_steps(range(cells.SCORED))).reshape(-1, *mean.shape)
         belief = FunctionSamples.of(mean, steps).widened(cell.scale).scaled(1 / cell.likelihood.link_temperature)
         columns.append(SoftmaxSamples((belief,)).log_prob(y).flatten())
     return torch.stack(columns, 1)
