@@ -222,7 +222,7 @@ def test_a_later_batch_out_of_range(method: str) -> None:
     refused(lw.errors.DataError, r"run from \d to 9; expected 0\.\.2", data, "classification", method)
 
 
-def test_batches_that_are_no_pairs(method: str) -> None:
+def test_batches_that_are_not_pairs(method: str) -> None:
     refused(
         lw.errors.DataError,
         r"a batch is a tuple of 3; expected \(inputs, targets\)",

@@ -161,7 +161,7 @@ def test_a_subspace_of_all_weights_is_exact_everywhere(residual: bool) -> None:
     assert len(posterior.posterior.curvature.directions) == 15
 
 
-def test_ignored_data_are_no_trouble() -> None:
+def test_ignored_data_give_the_exact_posterior_of_the_rest() -> None:
     """They have outputs like others, of which the points must not take the place of those that count."""
     setting = SETTINGS["classification"]
     y = setting.y.clone()
@@ -314,7 +314,7 @@ def test_the_batch_size_does_not_matter_to_a_subspace(name: str, residual: bool)
 
 
 @pytest.mark.parametrize("method", [*EVERY, "ella"])
-def test_equal_data_are_no_trouble(method: str) -> None:
+def test_equal_data_give_the_exact_posterior(method: str) -> None:
     """Each datum four times: the kernel is singular, and what is null in it is left out."""
     setting = SETTINGS["two outputs"]
     data = problems.split(setting.x.repeat(4, 1), setting.y.repeat(4, 1), (20, 16))

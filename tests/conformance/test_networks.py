@@ -326,7 +326,7 @@ def test_every_block_keeps_the_trace_of_the_ggn(
 
 
 @pytest.mark.parametrize("method", ["kron_expand", "ekron_expand"])
-def test_parameters_that_are_no_linear_map_get_their_own_exact_block(
+def test_parameters_outside_linear_maps_get_their_own_exact_block(
     case: Case, method: str, fits: dict[str, lw.Fitted], ggn: Tensor
 ) -> None:
     posterior = fitted(fits, case, method)
@@ -346,7 +346,7 @@ def test_parameters_that_are_no_linear_map_get_their_own_exact_block(
             assert_close(matrix[part, part], ggn[part, part])
 
 
-def test_large_blocks_that_are_no_linear_map_are_diagonal() -> None:
+def test_large_blocks_that_are_not_linear_maps_are_diagonal() -> None:
     case = BY_NAME["transformer_layer"]
     model = case.build()
     _, ggn = problems.dense_ggn(case, model)

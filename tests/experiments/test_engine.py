@@ -785,7 +785,7 @@ def test_values_mistakes_are_named(values: dict[str, Any], message: str) -> None
         built(Kinds, values)
 
 
-def test_files_that_are_no_toml_are_named(tmp_path: Path) -> None:
+def test_files_that_are_not_toml_are_named(tmp_path: Path) -> None:
     file = tmp_path / "kinds.toml"
     file.write_text("count: 3", encoding="utf-8")
     with pytest.raises(SettingsError, match=r"kinds\.toml is not TOML"):

@@ -121,7 +121,7 @@ def test_variants_share_the_network_and_differ_in_spread(result: Result) -> None
     assert all(s["width"] > scores["plain"]["width"] for name, s in scores.items() if name != "plain")
 
 
-def test_temperature_has_a_network_and_a_noise_of_its_own(result: Result, settings: uci.Uci) -> None:
+def test_temperature_has_its_own_network_and_noise(result: Result, settings: uci.Uci) -> None:
     found = uci.run(replace(settings, sets=("boston",), variants=("plain", "temperature")))
     scores = {row.name: row.scores for row in found.rows if row.group == "boston"}
     shared = next(row.scores for row in result.rows if (row.group, row.name) == ("boston", "plain"))
@@ -167,7 +167,7 @@ def test_a_table_gives_the_splits_it_has(settings: uci.Uci) -> None:
     assert len(result.arrays["boston/plain/NLL"]) == 2
 
 
-def test_what_is_not_there_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_data_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="lacks train_2, test_2"):
         uci.read_split(folder / "uci_boston.npz", 2)
     with pytest.raises(DataError, match="none of wine is in"):
@@ -492,7 +492,7 @@ def test_tables_are_read_and_split_into_standardised_parts(tmp_path: Path) -> No
     assert bool(torch.isfinite(train[0]).all())  # also of the constant column
 
 
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="lacks kind"):
         OwnTable.read(own_tables_written(tmp_path, "a", X=np.zeros((3, 2)), y=np.zeros(3)))
     with pytest.raises(DataError, match="expected X"):

@@ -536,7 +536,7 @@ def test_a_softmax_inside_the_network_is_seen() -> None:
 
 
 @pytest.mark.parametrize("prior", ["per_layer", lw.per_layer, lw.Gaussian])
-def test_priors_that_are_none(prior: Any) -> None:
+def test_values_that_are_not_priors_are_refused(prior: Any) -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"prior is .*; expected a precision, or an object"):
         lw.fit(nn.Linear(3, 1), [(torch.randn(9, 3), torch.randn(9, 1))], "regression", prior=prior)
 

@@ -491,7 +491,7 @@ def test_choices_that_do_not_exist_are_refused_in_the_words_of_images() -> None:
         posterior.functions(NEW, tokens=3)
 
 
-def test_ignored_pixels_have_no_probability_of_their_own() -> None:
+def test_ignored_pixels_have_no_probability() -> None:
     predictive, y = fitted("labels").predict(X), LABELS.clone()
     y[0, 1] = -100
     with pytest.raises(DataError, match=r"classes run from -100 to 2; expected 0\.\.2\. If -100 marks targets"):

@@ -363,7 +363,7 @@ def test_a_precision_to_be_learned_counts() -> None:
     assert lw.Auto().choose(500, 10_000) == lw.Auto().choose(500, 10_000, tuned=True)
 
 
-def test_the_class_is_no_method() -> None:
+def test_the_class_in_place_of_a_method_is_refused() -> None:
     model, x, y = setting()
     with pytest.raises(lw.errors.UnsupportedError, match=r"method is the class Auto; expected an object: Auto\(\)"):
         lw.fit(model, [(x, y)], lw.Gaussian(), method=lw.Auto)

@@ -366,7 +366,7 @@ def test_a_method_that_takes_too_long_is_counted(monkeypatch: pytest.MonkeyPatch
     assert (cost.stored, cost.peak, cost.fit) == (counted.stored, counted.peak, counted.fit)
 
 
-def test_a_trial_that_is_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_trial_states_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise lw.errors.NumericalError("no minimum.")
 

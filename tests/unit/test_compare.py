@@ -170,7 +170,7 @@ def test_the_same_network_under_other_seeds_is_not_ranked() -> None:
     assert comparison.findings[0].endswith("Raise probes= and steps= of Sampled(), or use an exact method.")
 
 
-def test_a_lead_within_the_errors_is_no_certainty() -> None:
+def test_a_lead_within_the_errors_is_not_certain() -> None:
     """Estimates of one network by four seeds, as found: from them alone the first would have all of the odds."""
     values = (-100.2, 38.8), (-125.8, 38.5), (-134.1, 38.8), (-150.5, 36.8)
     comparison = lw.compare({str(i): stated(*pair) for i, pair in enumerate(values)})
@@ -191,7 +191,7 @@ def test_probabilities_are_averaged_over_gaussian_errors() -> None:
     assert comparison.candidates[0].probability == pytest.approx(expected, abs=5e-3)
 
 
-def test_the_order_of_the_mapping_has_no_say() -> None:
+def test_the_order_of_the_mapping_does_not_matter() -> None:
     fits = {"a": stated(-3.0, 3.0), "b": stated(-5.0, 4.0), "c": stated(-4.0, 0.0)}
     one, other = lw.compare(fits), lw.compare(dict(reversed(fits.items())))
     assert one.candidates == other.candidates

@@ -382,7 +382,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
         lw.load(tmp_path / "nothing", BY_NAME["mlp"].build())
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(lw.errors.FileError, match="cannot be read"):
         lw.load(tmp_path, BY_NAME["mlp"].build())
 
@@ -642,7 +642,7 @@ def test_there_is_a_file_of_every_specimen() -> None:
 
 
 @pytest.mark.parametrize(("folder", "name"), FILES, ids=IDS)
-def test_a_posterior_predicts_what_it_did(folder: Path, name: str) -> None:
+def test_a_posterior_predicts_as_before(folder: Path, name: str) -> None:
     kept = stored(folder)
     model = kept.model(name, SPECIMENS[name]().model())
     again = lw.load(folder / f"{name}.lapwing", model)

@@ -423,13 +423,13 @@ def test_the_ends_of_intervals_belong_to_them() -> None:
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, 95, -0.1, None, "0.9", True])
-def test_levels_that_are_no_probabilities_are_refused(level: float) -> None:
+def test_levels_outside_0_and_1_are_refused(level: float) -> None:
     one = torch.ones(3)
     with pytest.raises(DataError, match="expected a list of probabilities"):
         metrics.cqm(0.5 * one, [0.5, level])
 
 
-def test_values_that_are_no_quantiles_are_refused() -> None:
+def test_wrong_pit_values_and_levels_are_refused() -> None:
     with pytest.raises(DataError, match="pit_values run from"):
         metrics.cqm(torch.tensor([0.5, 1.5]))
     for wrong in ([], 0.5, "abc"):
@@ -487,7 +487,7 @@ def test_joint_log_likelihood_of_ignored_labels_and_images() -> None:
     assert score(images, mask) == pytest.approx(kept, rel=1e-12)
 
 
-def test_what_is_no_draw_of_probabilities_is_refused() -> None:
+def test_draws_that_are_not_probabilities_are_refused() -> None:
     score = metrics.joint_log_likelihood
     for wrong in (PROBS[0], PROBS[:0], PROBS[:, :3], PROBS.transpose(0, 1)):
         with pytest.raises(DataError, match=r"expected \(S, B, C\)"):
@@ -643,7 +643,7 @@ def test_a_metric_may_return_a_tensor_of_one_number() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "0.5", True, X[:3]])
-def test_scores_that_are_no_finite_number_are_refused(value: Any) -> None:
+def test_scores_that_are_not_finite_are_refused(value: Any) -> None:
     with pytest.raises(DataError, match="expected a finite number"):
         metrics.bootstrap(lambda x: value, X)
 
@@ -658,7 +658,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
         metrics.bootstrap(mean, X, **wrong)
 
 
-def test_data_without_rows_and_metrics_that_are_no_functions_are_refused() -> None:
+def test_empty_data_and_metrics_that_are_not_functions_are_refused() -> None:
     for data in ((), (torch.tensor(1.0),), (X[:0],)):
         with pytest.raises(DataError, match="expected one or more tensors"):
             metrics.bootstrap(mean, *data)
@@ -775,7 +775,7 @@ def test_numbers_in_float32_give_nearly_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("change", ["none", "list", "nan", "empty", "complex", "masked"])
-def test_what_is_no_data_is_refused(name: str, change: str) -> None:
+def test_values_that_are_not_data_are_refused(name: str, change: str) -> None:
     score, data = CALLS[name]
     first: Any = {
         "none": None,
@@ -831,7 +831,7 @@ def test_scores_work_where_numpy_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def test_every_score_has_a_name_of_its_own() -> None:
+def test_every_score_has_its_own_name() -> None:
     """Every function of the package is listed, and no two names differ only in case."""
     scores = {
         score for name, score in vars(metrics).items()

@@ -52,7 +52,7 @@ def test_ignored_labels_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("label", [255, 2, -1])
-def test_labels_that_are_no_class_are_refused(label: int) -> None:
+def test_labels_that_are_not_classes_are_refused(label: int) -> None:
     y = torch.tensor([0, label, 1])
     with pytest.raises(DataError, match=r"labels run from .* expected 0\.\.1, or -100 .* y.masked_fill"):
         answers(torch.rand(3, 2).softmax(1), y)

@@ -182,7 +182,7 @@ def test_candidates_and_shares(rule: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("n", [0, -3, 1.5, 0.0, -0.1, float("nan"), True, "five", None])
-def test_a_number_that_is_none(rule: Callable[..., Any], n: Any) -> None:
+def test_wrong_numbers_of_weights_are_refused(rule: Callable[..., Any], n: Any) -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"^n is .*expected a number of weights of at least 1, or a"):
         rule(net(), n)
 

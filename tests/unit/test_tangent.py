@@ -600,7 +600,7 @@ def test_products_out_of_range_are_refused(kind: str) -> None:
         operator @ torch.full((83, 2), 3.39e38)
 
 
-def test_vectors_of_whole_numbers_will_do() -> None:
+def test_vectors_of_whole_numbers_are_accepted() -> None:
     case = BY_NAME["mlp"]
     operator = fitted(case).ggn(problems.batches(case))
     expected = operator @ torch.ones(83, dtype=D)
@@ -620,7 +620,7 @@ def test_scipy_has_no_complex_products(kind: str) -> None:
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
-def test_autocast_has_no_say(narrow: torch.dtype) -> None:
+def test_autocast_changes_nothing(narrow: torch.dtype) -> None:
     case = BY_NAME["mlp"]
     posterior, data = fitted(case, torch.float32), problems.batches(case, dtype=torch.float32)
     j = posterior.jacobian(data)
@@ -739,7 +739,7 @@ def test_bars_appear_on_a_terminal_alone_as_in_a_fit(
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_data_that_say_whether_they_show_bars_do_so_unless_told(
+def test_the_data_decide_whether_bars_are_shown_unless_the_call_does(
     shown: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = BY_NAME["mlp"]
@@ -1158,7 +1158,7 @@ def test_design_batches_with_different_numbers_of_tokens(cache: int | None) -> N
     assert_products(design, torch.cat(parts))
 
 
-def test_ignored_targets_have_rows_of_noughts(cache: int | None) -> None:
+def test_ignored_targets_have_rows_of_zeros(cache: int | None) -> None:
     case = BY_NAME["mlp"]
     y = problems.targets(case, 6)
     y[2] = -100

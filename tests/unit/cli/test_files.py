@@ -110,7 +110,7 @@ def test_numbers_are_plain_digits(cell: str, row: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cell", ["nan", "Infinity", "-inf", "1e999"])
-def test_a_number_that_is_not_finite_is_no_class(cell: str, tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_is_not_a_class(cell: str, tmp_path: Path) -> None:
     path = written(tmp_path, f"a,b\n1,{cell}\n2,3\n")
     with pytest.raises(DataError, match=rf"row 1 \(line 2\), column 'b' is '{cell}'; expected a finite number"):
         _ = CsvFile(path, ("a", "b")).columns
@@ -188,7 +188,9 @@ def test_python_objects_are_refused_and_not_read(tmp_path: Path) -> None:
         ({"x": np.zeros(3, dtype="datetime64[s]"), "y": np.zeros(3)}, "'x' of .* holds datetime64"),
     ],
 )
-def test_arrays_that_are_no_data_are_refused(arrays: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
+def test_arrays_without_numbers_are_refused_as_data(
+    arrays: dict[str, np.ndarray], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "data.npz"
     np.savez(path, **arrays)
     with pytest.raises(DataError, match=message):
@@ -252,7 +254,7 @@ def test_a_missing_value_is_named_by_row_and_column(tmp_path: Path) -> None:
         list(ParquetFile(path, ("a",)).blocks(2))
 
 
-def test_columns_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_columns_without_numbers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "days.parquet"
     pq.write_table(pa.table({"day": pa.array([datetime.date(2024, 1, 1)])}), path)
     with pytest.raises(

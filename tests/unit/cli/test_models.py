@@ -69,7 +69,7 @@ CHECK = "check {} --data train.npz --json"
         ("cli_nets:broken", "cli_nets:broken raised KeyError: "),
     ],
 )
-def test_what_is_no_model_is_refused_with_the_remedy(model: str, message: str, run: Run) -> None:
+def test_objects_that_are_not_models_are_refused_with_the_remedy(model: str, message: str, run: Run) -> None:
     assert message in run(CHECK.format(model)).error
 
 

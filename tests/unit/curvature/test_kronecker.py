@@ -175,7 +175,7 @@ def test_rows_and_diagonals_come_back_from_a_file(method: Any, tmp_path: Path) -
     assert {t.device.type for t in tensors} == {"meta"}
 
 
-def test_a_wide_factor_is_a_diagonal_and_says_so() -> None:
+def test_a_wide_factor_is_a_diagonal_with_a_finding() -> None:
     """Rows of 24 numbers above the limit of 12, and more of them than may be kept."""
     posterior, whole = fitted("wide", 10, method=lw.Kron(factor_limit=8)), fitted("wide", 10_000)
     first, matrix = blocks(posterior)[0], blocks(whole)[0]

@@ -60,7 +60,7 @@ def test_mappings_with_a_named_target() -> None:
     assert torch.equal(targets, Y)
 
 
-def test_targets_that_are_no_tensors_yet() -> None:
+def test_targets_become_tensors() -> None:
     ((_, targets),) = batches([(X, Y.tolist())])
     assert torch.equal(targets, Y)
 
@@ -269,7 +269,7 @@ AVERAGED: dict[str, tuple[lw.Gaussian, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("call", AVERAGED)
-def test_methods_that_average_passes_say_so(call: str, name: str) -> None:
+def test_methods_that_average_passes_are_described_as_such(call: str, name: str) -> None:
     likelihood, settings = AVERAGED[call]
     posterior = lw.fit(network(), Loader(CHANGES[name]), likelihood, **settings)
     assert "Note: a later pass over the data gave" in posterior.summary()
@@ -467,7 +467,7 @@ def test_other_refusals_say_nothing_about_dtypes() -> None:
         words.predict(SOURCES_X[:, :2].double())
 
 
-def test_pairs_and_lists_of_numbers_are_no_inputs_of_predict() -> None:
+def test_predict_refuses_pairs_and_lists_of_numbers() -> None:
     with pytest.raises(InputError, match=r"A tuple means several inputs of the model.*give x alone, without targets"):
         posterior().predict((SOURCES_X, SOURCES_Y))
     for rows in (SOURCES_X.tolist(), SOURCES_X[:, :2].tolist()):

@@ -233,7 +233,7 @@ def test_rows_that_do_not_fit_together_stay_in_their_batches(listed: bool) -> No
         assert torch.equal(batch.inputs[0], X[batch.targets][:, : 2 if min(batch.targets.tolist()) >= 14 else 3])
 
 
-def test_the_default_dtype_has_no_say_in_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_dtype_does_not_change_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [batch.targets.tolist() for batch in batches([(X, Y)], 2, 12)]
     monkeypatch.setattr(torch, "rand", partial(_wide, torch.rand))
     assert [batch.targets.tolist() for batch in batches([(X, Y)], 2, 12)] == before

@@ -213,7 +213,7 @@ def test_every_datum_is_in_one_part(n: int, parts: int, shuffle: bool) -> None:
     assert [len(sampler) for sampler in samplers] == [len(each) for each in rows]
 
 
-def test_an_epoch_has_an_order_of_its_own() -> None:
+def test_each_epoch_has_another_order() -> None:
     sampler = part(50, 1, 3, shuffle=True, seed=4)
     loader = DataLoader(TensorDataset(torch.zeros(50)), 5, sampler=sampler)
     first = list(sampler)

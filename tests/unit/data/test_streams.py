@@ -45,7 +45,7 @@ LOADERS: list[tuple[Any, frozenset[str]]] = [
 
 
 @pytest.mark.parametrize(("given", "places"), INPUTS)
-def test_inputs_are_no_loader(given: Any, places: frozenset[str]) -> None:
+def test_inputs_in_place_of_a_loader_are_refused(given: Any, places: frozenset[str]) -> None:
     assert not is_loader(given, places)
 
 
@@ -74,7 +74,7 @@ def test_two_tensors_with_or_without_targets(item: Any) -> None:
     assert torch.equal(two, -X)
 
 
-def test_a_key_of_the_inputs_is_no_target() -> None:
+def test_a_key_of_the_inputs_is_not_the_target() -> None:
     """Though "y" is the name of a target elsewhere; "labels" is one here, and so is the key that is given."""
     (inputs,) = read([{"x": X, "y": -X}], NAMED)
     assert list(inputs) == ["x", "y"]

@@ -298,7 +298,7 @@ def test_standardised_targets_for_a_network_that_predicts_large_numbers_are_noti
         posterior.evaluate([(x, y)], resamples=5)
 
 
-def test_a_network_that_interpolates_its_training_data_is_no_alarm() -> None:
+def test_a_network_that_interpolates_its_training_data_raises_no_alarm() -> None:
     """Residuals of other data are ten million times those of the training data, and as large as the targets vary."""
     features = torch.randn(2, 40, dtype=D, generator=generator(76))
     model = nn.Sequential(nn.Linear(2, 40), nn.Tanh(), nn.Linear(40, 1)).double()
@@ -435,7 +435,7 @@ def test_a_given_plain_network_is_not_added_again() -> None:
     assert table["map"].scores["nll"].value == pytest.approx(own["nll"].plain.value)
 
 
-def test_plain_networks_of_several_models_and_one_with_a_temperature_have_names_of_their_own() -> None:
+def test_plain_networks_of_several_models_and_one_with_a_temperature_have_different_names() -> None:
     x, y = classes(40, generator(14))
     model = classifier().network.model
     other = lw.fit(copy.deepcopy(model), [(x, y)], "classification", prior=1.0)

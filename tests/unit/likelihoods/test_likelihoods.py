@@ -497,7 +497,7 @@ def test_segmentation_takes_probabilities_of_every_pixel():
         (torch.ones(SOFT_TARGETS_B), "whole class numbers"),
     ],
 )
-def test_targets_that_are_no_distributions_are_refused(y, seen):
+def test_targets_that_are_not_distributions_are_refused(y, seen):
     with pytest.raises(DataError, match=seen):
         lw.Categorical().targets(torch.zeros(SOFT_TARGETS_B, C), y)
 

@@ -217,7 +217,7 @@ def test_without_small_directions_products_are_cheap_and_lose_little() -> None:
     assert relative(value, chunks) < 1e-3
 
 
-def test_columns_of_different_scales_are_no_small_directions() -> None:
+def test_columns_of_different_scales_are_not_small_directions() -> None:
     generator = torch.Generator().manual_seed(0)
     scales = torch.logspace(0, -6, 20)
     chunks = [torch.randn(50, 20, generator=generator) * scales for _ in range(20)]
@@ -433,7 +433,7 @@ def test_dependent_rows_leave() -> None:
     assert float(mix[:, 3:].norm()) < 1e-13
 
 
-def test_what_is_cut_is_told() -> None:
+def test_the_cut_part_is_reported() -> None:
     values = torch.tensor([1.0, 0.1, 1e-5, 1e-6], dtype=D)
     left, right = (torch.linalg.qr(torch.randn(n, 4, dtype=D))[0] for n in (4, 12))
     rows = (left * values) @ right.T
@@ -688,7 +688,9 @@ def test_whitening_single_precision_is_widened() -> None:
     ],
 )
 @pytest.mark.parametrize("way", [whitening, smooth_whitening])
-def test_kernels_that_are_none(way: Callable[[Tensor], Tensor], matrix: Tensor, message: str) -> None:
+def test_matrices_that_are_not_kernels_are_refused(
+    way: Callable[[Tensor], Tensor], matrix: Tensor, message: str
+) -> None:
     with pytest.raises(lw.errors.NumericalError, match=message):
         way(matrix)
 

@@ -160,7 +160,7 @@ def test_as_many_blocks_as_distinct_eigenvalues(distinct: int) -> None:
     assert (space.products, len(space.rows), space.exhausted) == (distinct, 3 * distinct, True)
 
 
-def test_nothing_comes_of_nothing() -> None:
+def test_the_basis_of_zeros_is_empty() -> None:
     start = torch.randn(3, 12, dtype=D)
     still = block_krylov(torch.zeros_like, start, 4)
     assert (still.products, still.exhausted) == (1, True)
@@ -173,7 +173,7 @@ def test_nothing_comes_of_nothing() -> None:
     assert len(none.pairs().values) == 0
 
 
-def test_a_looser_tolerance_drops_more_and_the_residual_says_so() -> None:
+def test_a_looser_tolerance_drops_more_and_raises_the_residual() -> None:
     """A bound for what was dropped, never below the true residual, and not far above."""
     matrix, start = operator(SPECTRA["steep"]), torch.randn(6, 120, dtype=D)
     start[3] = start[2] + 1e-7 * start[4]
@@ -391,7 +391,7 @@ def test_eigenvalues_repeated_more_often_than_the_block_is_wide(generator: torch
     assert_close(pairs.values, values[:12])
 
 
-def test_lanczos_nothing_comes_of_nothing(generator: torch.Generator) -> None:
+def test_lanczos_of_zeros_is_zero(generator: torch.Generator) -> None:
     pairs = leading_eigenpairs(lambda rows: torch.zeros_like(rows), 12, 3, generator=generator)
     assert bool((pairs.values == 0).all())
     assert bool(torch.isfinite(pairs.vectors).all())

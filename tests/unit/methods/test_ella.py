@@ -119,7 +119,7 @@ def test_landmarks_are_drawn_by_the_generator() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_data_made_with_the_same_seed_are_drawn_all_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_landmarks_are_independent_of_data_of_the_same_seed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers that made the inputs would order them, and all landmarks would lie at one end."""
     seen: list[Tensor] = []
 
@@ -320,7 +320,7 @@ def test_without_a_start_the_better_of_two_searches_is_kept() -> None:
     assert ends[None] == pytest.approx(max(ends["greedy"], ends["trace"]), rel=1e-9)
 
 
-def test_a_search_that_has_not_converged_says_so() -> None:
+def test_a_search_that_has_not_converged_has_a_finding() -> None:
     posterior = collapsed_fitted(lw.VaLLA(5, optimiser="lbfgs", steps=2))
     assert posterior.trace is not None
     assert posterior.trace.findings == (

@@ -166,7 +166,7 @@ def test_new_weights_are_those_of_each_layer() -> None:
     assert bool((model.norm.running_mean != 0).all())
 
 
-def test_attention_has_a_reset_of_its_own() -> None:
+def test_attention_is_reset_by_its_own_method() -> None:
     model = BY_NAME["attention"].build()
     assert not torch.equal(reinitialise(model, 1).attend.in_proj_weight, model.attend.in_proj_weight)
 
@@ -197,7 +197,7 @@ def refused(error: type, message: str, method: Any, model: nn.Module | None = No
     problems.unchanged(model, run)
 
 
-def test_one_network_is_no_ensemble() -> None:
+def test_one_network_is_not_an_ensemble() -> None:
     message = r"has one network; expected others: models=\[\.\.\.\], or train=\.\.\. to make them"
     for method in (lw.baselines.Ensemble(), "ensemble"):
         refused(lw.errors.UnsupportedError, message, method)
@@ -216,7 +216,7 @@ def test_members_in_training_mode() -> None:
     refused(lw.errors.ModelError, message, lw.baselines.Ensemble(train=lambda m, seed: m.train()), model)
 
 
-def test_members_that_are_no_networks() -> None:
+def test_members_that_are_not_networks_are_refused() -> None:
     refused(
         lw.errors.ModelError,
         "a member is a NoneType; expected a trained torch.nn.Module",

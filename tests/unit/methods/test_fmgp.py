@@ -92,7 +92,7 @@ def test_other_likelihoods(likelihood: Any) -> None:
 
 
 @pytest.mark.parametrize("likelihood", [lw.Categorical(class_weights=(3.0, 1.0, 1.0)), lw.Categorical(temperature=0.1)])
-def test_weights_that_would_have_no_say_are_refused(likelihood: Any) -> None:
+def test_weights_that_would_not_matter_are_refused(likelihood: Any) -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"of Categorical is .* Use VaLLA\(alpha=0\)"):
         lw.fit(confident(), [classes()], likelihood, method=lw.FMGP(6, steps=3))
 
@@ -160,7 +160,7 @@ def test_progress_shows_the_objective(capsys: pytest.CaptureFixture[str]) -> Non
     assert torch.equal(loud.functions(curve()[0]).cov, quiet.functions(curve()[0]).cov)
 
 
-def test_the_prior_over_weights_has_no_say() -> None:
+def test_the_prior_over_weights_does_not_matter() -> None:
     x = curve()[0]
     one, other = (fitted(lw.FMGP(6, steps=5), prior=prior).functions(x).cov for prior in (None, 30.0))
     assert torch.equal(one, other)
@@ -191,7 +191,7 @@ def test_draws_and_ignored_targets_are_refused() -> None:
         lw.fit(confident(), [(x, some)], "classification", method=lw.FMGP(steps=3))
 
 
-def test_it_is_no_laplace_posterior() -> None:
+def test_questions_about_weights_are_refused() -> None:
     """No weights, no evidence, no prior over weights: each is refused in words."""
     posterior = fitted(lw.FMGP(6, steps=5))
     x = curve()[0]
@@ -255,7 +255,7 @@ def test_weights_that_are_chosen_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("name", ["tied", "free_parameter"])
-def test_a_head_that_is_no_single_linear_map(name: str) -> None:
+def test_a_head_that_is_not_a_single_linear_map(name: str) -> None:
     case = BY_NAME[name]
     with pytest.raises(lw.errors.ModelError, match="no single linear map, so it has no features; use kernel='rbf'"):
         last_layer_network(Network.build(case.build(), case.batch(3)), case.batch(3))

@@ -190,7 +190,7 @@ def test_calibration_of_classes() -> None:
     assert all(best >= score(scaled.posterior.scale * factor) - 1e-6 for factor in (0.5, 0.9, 0.98, 1.02, 1.1, 2.0))
 
 
-def test_calibration_data_that_want_no_variance_are_told(tmp_path: Path) -> None:
+def test_calibration_that_reaches_zero_variance_is_reported(tmp_path: Path) -> None:
     """Targets that are the outputs: any variance at all makes them less likely."""
     energy = small()
     held = held_out(energy, noise=0.0)
@@ -211,7 +211,7 @@ def test_calibration_classes_that_are_all_right_want_no_variance() -> None:
     assert "the data ask for variances of zero" in finding
 
 
-def test_calibration_data_that_want_ever_more_are_told() -> None:
+def test_calibration_that_reaches_the_largest_scale_is_reported() -> None:
     """Targets further away than the largest scale reaches."""
     energy = small()
     (x, _), _ = held_out(energy)
@@ -291,7 +291,7 @@ def test_the_hessian_is_formed_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) ->
         assert (Hessian(objective).root is not None) is formed
 
 
-def test_weights_near_a_minimum_are_told_and_moved_there() -> None:
+def test_weights_near_a_minimum_are_moved_there_with_a_finding() -> None:
     energy = small("bernoulli", 1)
     x = new(energy)
     moved = shifted(energy, 0.05)
@@ -438,7 +438,7 @@ def test_the_tangent_model_has_the_variance_of_the_ggn(kind: str, outputs: int) 
 
 
 @pytest.mark.parametrize("lam", [None, 1e-12, 1e6])
-def test_the_tangent_model_responds_alike_to_every_strength(lam: float | None) -> None:
+def test_the_response_of_a_tangent_model_does_not_depend_on_the_strength(lam: float | None) -> None:
     """On the task with a gap, to 1e-8: its loss is quadratic."""
     energy = gapped()
     x = torch.linspace(-2.5, 2.5, 11, dtype=D).unsqueeze(1)
@@ -666,7 +666,7 @@ def test_a_stiff_loss_does_not_end_the_search() -> None:
     assert float(minima.missing) < 1e-9
 
 
-def test_no_push_is_no_move() -> None:
+def test_a_push_of_zero_moves_nothing() -> None:
     minima = push_minima(cubic, torch.zeros_like, lambda r: r, torch.tensor([1.0], dtype=D), torch.zeros(1, 3, dtype=D),
                    tolerance=1e-9)  # fmt: skip
     assert_close(minima.d + 1, torch.ones(1, 3, dtype=D))
@@ -731,7 +731,7 @@ def test_a_search_ends_where_no_length_lowers_the_loss() -> None:
     assert solved == [1e-5]
 
 
-def test_a_search_that_overflows_says_so() -> None:
+def test_a_search_that_overflows_is_refused() -> None:
     """Far left of its minimum e^d - d has little curvature: one step leads to an overflow of the gradient."""
     solved = []
 
@@ -962,7 +962,7 @@ def test_a_strength_is_halved_until_two_estimates_agree() -> None:
     assert float(plain.cov) == pytest.approx(1 - 30 * float(response.strength) ** 2, rel=1e-6)
 
 
-def test_every_push_has_a_strength_of_its_own() -> None:
+def test_every_push_has_its_own_strength() -> None:
     energy = gapped()
     x = torch.tensor([[-1.5], [0.0], [2.5]], dtype=D)
     response = fitted(energy, lw.HFL()).posterior.respond(x)
@@ -1011,7 +1011,7 @@ def test_the_bend_of_a_network_falls_with_the_strength() -> None:
     assert_close(posterior.respond_to(lambda f: f[1, 0], x).bend, bends[1][1:2], SOLVED)
 
 
-def test_a_push_to_where_there_is_no_minimum() -> None:
+def test_a_push_without_a_minimum_is_refused() -> None:
     """d + d² = -λ has no solution for λ above a quarter; up there is one."""
     response = sprung(Spring(skew=1.0), max_steps=500).respond(torch.ones_like, lambda d: d, 1, 0.5)
     assert response.steps < 500

@@ -547,7 +547,7 @@ NO_EVALUATION: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", NO_EVALUATION)
-def test_what_is_no_evaluation_set(name: str) -> None:
+def test_wrong_evaluation_sets_are_refused(name: str) -> None:
     given, message = NO_EVALUATION[name]
     with pytest.raises(lw.errors.DataError, match=message):
         pretrained(small(), evaluation=given)
@@ -709,7 +709,7 @@ def moved_by(energy: Energy, size: float, evaluation: Tensor) -> Energy:
 TUNED: dict[str, Any] = {"solver": "adam", "steps": 150, "learning_rate": 1e-2}
 
 
-def test_a_twin_that_drifts_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_twin_that_drifts_has_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     energy = small("bernoulli", 1)
     x, evaluation = new(energy, 5), new(energy, 9, seed=8)
     still = pretrained(energy, evaluation=evaluation, **TUNED | {"steps": 60, "tolerance": math.inf})
@@ -740,7 +740,7 @@ def test_a_twin_that_drifts_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert_close(loose.posterior.scores(x)[1], posterior.posterior.scores(x)[1])
 
 
-def test_unfinished_random_pushes_are_taken_as_they_come() -> None:
+def test_unfinished_random_pushes_are_used_as_they_are() -> None:
     """With an infinite tolerance, from weights far from any minimum."""
     energy = copied(small("bernoulli", 1))
     energy.place(energy.theta + 0.5)

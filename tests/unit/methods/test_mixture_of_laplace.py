@@ -192,7 +192,7 @@ def test_networks_that_do_not_fit_together() -> None:
         fit(models=[noisy])
 
 
-def test_what_it_does_not_have(tmp_path: Path) -> None:
+def test_members_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     found = mixture(prior=1.0)
     for call in (found.log_evidence, found.effective_parameters, lambda: found.weight_samples(2)):
         with pytest.raises(lw.errors.UnsupportedError, match="MixtureOfLaplace has no"):

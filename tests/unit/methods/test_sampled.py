@@ -620,7 +620,7 @@ def test_memory_that_holds_no_solve_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["num_samples", "width", "probes", "steps", "batch", "epochs"])
-def test_numbers_of_numpy_will_do(name: str) -> None:
+def test_numbers_of_numpy_are_accepted(name: str) -> None:
     assert getattr(lw.Sampled(**{name: np.int64(5)}), name) == 5
     assert lw.Sampled(tolerance=np.float64(0.1)).tolerance == 0.1
 
@@ -757,7 +757,7 @@ def test_a_design_in_parts_is_the_same_design(part: int, cache: int | None) -> N
 
 
 @pytest.mark.parametrize("solver", ["sgd", "sdd"])
-def test_streamed_parts_will_do(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_may_be_streamed(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = samples(Sampled(num_samples=3, tolerance=1e-12), lw.isotropic(3.0))
     monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     method = Sampled(num_samples=3, solver=solver, batch=6, epochs=60, tolerance=0.2)
@@ -899,7 +899,7 @@ def test_variances_are_those_of_float32_up_to_the_digits(method: Any, tmp_path: 
     assert_near(again.functions(tokens).variance, narrow.functions(tokens).variance, 1e-5 * float(variance.max()))
 
 
-def test_a_posterior_beyond_the_digits_says_so() -> None:
+def test_a_posterior_beyond_the_digits_has_a_finding() -> None:
     """At 40 data the trace of H in units of the prior is between what bfloat16 and float32 carry."""
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(2))
     build = lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))

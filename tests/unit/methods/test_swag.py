@@ -392,7 +392,7 @@ def test_a_model_in_training_mode() -> None:
         fitted(net().train())
 
 
-def test_what_it_does_not_have() -> None:
+def test_members_that_do_not_exist_are_refused() -> None:
     posterior = fitted(net())
     for call in (
         posterior.log_evidence,

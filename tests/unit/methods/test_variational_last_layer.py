@@ -226,7 +226,7 @@ class Scaled(nn.Sequential):
         return 2 * out
 
 
-def test_what_it_does_not_take() -> None:
+def test_unsupported_problems_are_refused() -> None:
     fit = lambda model, **options: lw.fit(model, [(X, Y)], "regression", method=variational(), **options)
     with pytest.raises(
         lw.errors.UnsupportedError, match=r"with the weights 0\.weight, .*; expected those of a last layer"

@@ -148,7 +148,7 @@ def test_no_method_fits_a_random_forward_pass(method: Any) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e-7), (torch.float64, 1e-15), (torch.bfloat16, 1e-3)])
-def test_rounding_is_no_chance(dtype: torch.dtype, size: float) -> None:
+def test_rounding_is_not_taken_for_randomness(dtype: torch.dtype, size: float) -> None:
     """Kernels on a GPU, and threads, may add up in another order."""
     torch.manual_seed(0)
     inputs = x().to(dtype)
@@ -212,7 +212,7 @@ def test_buffers_that_become_nan_or_change_beside_one_are_put_back(name: str, en
     torch.testing.assert_close(buffer, before, equal_nan=True)
 
 
-def test_a_nan_that_stays_is_no_change() -> None:
+def test_a_buffer_that_stays_nan_has_not_changed() -> None:
     with refusing_changes(stateful()):
         pass
 

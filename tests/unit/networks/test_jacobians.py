@@ -702,7 +702,9 @@ def test_products_of_networks_are_the_same(name: str, monkeypatch: pytest.Monkey
         ({"allow_tf32": False}, False),
     ],
 )
-def test_what_pytorch_was_told(settings: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_round_coarsely_where_pytorch_allows_tf32(
+    settings: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(**settings))
     gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
     assert coarse(gpu) is expected  # type: ignore[arg-type]

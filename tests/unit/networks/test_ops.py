@@ -469,7 +469,7 @@ def test_a_bias_added_apart_joins_its_weight() -> None:
     assert joined == {"lin.weight": "bias", "head.weight": "head.bias"}
 
 
-def test_what_has_no_rule_says_so() -> None:
+def test_an_operation_without_a_rule_is_reported() -> None:
     model, inputs = build("difference_and_ratio")
     why = {block.weight: block.why for block in Network.build(model, inputs).layout if not block.linear}
     assert set(why) == {"shift", "scale"}
@@ -827,7 +827,7 @@ def test_a_weight_that_was_kept_before_the_fit_is_refused(way: str, before: Any)
         lw.fit(model, DATA, "classification", method=lw.Full(), prior=1.0)
 
 
-def test_constants_and_masks_beside_the_parameters_are_no_fault() -> None:
+def test_constants_and_masks_beside_the_parameters_are_accepted() -> None:
     class Constant(nn.Linear):
         scale, last, mask = torch.ones(3), None, None  # type: ignore[assignment]
 

@@ -318,7 +318,7 @@ SEVERAL = (
 
 
 @pytest.mark.parametrize("method", SEVERAL, ids=lambda m: type(m).__name__)
-def test_two_contexts_of_as_many_rows_are_no_majority(method: Any) -> None:
+def test_two_contexts_of_as_many_rows_are_not_a_majority(method: Any) -> None:
     """What goes with the targets is a sample, and not what most tensors have."""
     run = lambda m, x, one, other: m.b(torch.tanh(m.a(x) + m.c(one).sum(0) + m.c(other).mean(0)))
     model = Wrapped(run, a=nn.Linear(2, 4), b=nn.Linear(4, 2), c=nn.Linear(3, 4)).double()

@@ -246,7 +246,7 @@ def test_a_head_that_is_not_selected_is_none() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rounding_of_terms_that_cancel_is_no_shared_row(dtype: torch.dtype) -> None:
+def test_rounding_of_terms_that_cancel_is_not_a_shared_row(dtype: torch.dtype) -> None:
     """A row whose gradient is the small sum of large terms carries their rounding, and still has one sample."""
     grads = torch.tensor([[[0.02, -0.01], [3.0, 1.0]]] * 2, dtype=dtype)
     grads[1, 0] *= 2  # the first row belongs to a sample with the bit

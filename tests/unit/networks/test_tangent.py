@@ -548,7 +548,7 @@ def test_parts_that_do_not_exist_are_refused_with_those_that_do(output, message)
         lw.fit(model("inside"), [(SEVERAL_OUTPUTS_X, Y)], lw.Gaussian(0.1), output=output)
 
 
-def test_a_model_with_several_outputs_is_told_of_the_choice():
+def test_a_model_with_several_outputs_names_the_setting_that_chooses():
     with pytest.raises(ModelError, match=r"by output=\.\.\. \('large', 'small'\)"):
         lw.fit(model("key"), [(SEVERAL_OUTPUTS_X, Y)], lw.Gaussian(0.1))
 

@@ -176,7 +176,7 @@ NONE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", NONE)
-def test_what_is_no_scalar_of_the_weights_is_refused(method: str, kind: str) -> None:
+def test_functions_of_weights_that_are_not_scalars_are_refused(method: str, kind: str) -> None:
     energy, posterior = small(), known(method)
     function, message = NONE[kind]
 
@@ -355,7 +355,7 @@ NO_FUNCTION: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", NO_FUNCTION)
-def test_what_is_no_scalar_of_the_outputs_is_refused(method: str, kind: str) -> None:
+def test_functions_of_outputs_that_are_not_scalars_are_refused(method: str, kind: str) -> None:
     energy, posterior = small(), known(method)
     function, message = NO_FUNCTION[kind]
 

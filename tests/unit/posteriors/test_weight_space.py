@@ -587,7 +587,7 @@ def test_drawn_labels_give_a_sum_of_estimates(net):
 
 
 @pytest.mark.parametrize("method", [lw.EKron(), lw.LowRank(), lw.Sampled(), lw.ELLA(), lw.VaLLA()], ids=repr)
-def test_methods_that_are_no_sums_refuse(net, method):
+def test_methods_that_are_not_sums_over_data_refuse(net, method):
     fitted = lw.fit(net, [(X, LABELS)], "classification", method=method, prior=1.0)
     with pytest.raises(UnsupportedError, match="Full, Diagonal, Kron"):
         fitted.updated([(X, LABELS)])

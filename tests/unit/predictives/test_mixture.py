@@ -336,7 +336,7 @@ PREDICTIVES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", PREDICTIVES)
 @pytest.mark.parametrize("n", [0, -1, 2.5, True, "3", None])
-def test_numbers_of_draws_that_are_none(name: str, n: Any) -> None:
+def test_numbers_of_draws_below_one_are_refused(name: str, n: Any) -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"n is .*; expected (at least 1|an integer)"):
         PREDICTIVES[name].sample(n)
 

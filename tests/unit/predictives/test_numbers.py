@@ -32,7 +32,7 @@ def predictive(outputs: int, scale: float = 1.0) -> NormalPredictive:
 
 
 @pytest.mark.parametrize("level", [0.05, 0.5, 0.95, 0.999])
-def test_interval_holds_what_it_promises(level: float) -> None:
+def test_an_interval_has_its_probability(level: float) -> None:
     p = predictive(3)
     low, high = p.interval(level)
     assert low.shape == high.shape == p.mean.shape
@@ -43,7 +43,7 @@ def test_interval_holds_what_it_promises(level: float) -> None:
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, 95, -0.5, math.nan])
-def test_levels_that_are_no_probabilities(level: float) -> None:
+def test_levels_outside_0_and_1_are_refused(level: float) -> None:
     with pytest.raises(ValueError, match=f"level is {level}; expected a probability between 0 and 1"):
         predictive(2).interval(level)
 
@@ -168,7 +168,7 @@ def test_joint_density_and_entropy_are_those_of_scipy(outputs: int) -> None:
 
 
 @pytest.mark.parametrize("level", [0.5, 0.95])
-def test_student_interval_holds_what_it_promises(level: float) -> None:
+def test_student_intervals_have_their_probability(level: float) -> None:
     p = student_predictive(2)
     low, high = p.interval(level)
     assert_close(p.cdf(high) - p.cdf(low), torch.full_like(low, level))
@@ -337,7 +337,7 @@ def test_a_single_output_needs_no_dimension() -> None:
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, 95])
-def test_counts_levels_that_are_no_probabilities(level: float) -> None:
+def test_counts_levels_outside_0_and_1_are_refused(level: float) -> None:
     with pytest.raises(ValueError, match=f"level is {level}; expected a probability between 0 and 1"):
         counts_predictive(0.0, 0.1).interval(level)
 

@@ -427,7 +427,7 @@ def test_g_prior_of_single_weights(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.LowRank(rank=18), lw.Kron(), lw.Diagonal()])
-def test_where_most_weights_are_dead_the_floor_is_no_rounding(method: Any) -> None:
+def test_where_most_weights_are_dead_the_floor_is_not_rounding(method: Any) -> None:
     """Four of five features of the last layer are nought on all data; a new input may wake them up."""
     x = torch.rand(6, 4, dtype=D)
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
@@ -510,7 +510,7 @@ def test_gradient_in_g_equals_finite_differences(method: str) -> None:
         (lambda: g_prior(1.0, torch.zeros(4)), "prior mean has 4 entries; expected 1 or 19"),
     ],
 )
-def test_what_is_no_g_is_refused(make: Any, message: str) -> None:
+def test_wrong_values_of_g_are_refused(make: Any, message: str) -> None:
     with pytest.raises(lw.errors.NumericalError, match=message):
         make().bound(SELECTION, LIKE)
 

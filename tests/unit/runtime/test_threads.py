@@ -124,7 +124,7 @@ def test_readers_that_never_pause_do_not_keep_a_stream_waiting() -> None:
     assert order == ["stream", "reader"]
 
 
-def test_two_loaders_that_start_streams_of_their_own() -> None:
+def test_two_loaders_that_start_their_own_streams() -> None:
     """Each waits for the other's turn as a reader to end, and does not count as one meanwhile."""
     both = threading.Barrier(2, timeout=10)
 
@@ -223,7 +223,7 @@ def test_a_bar_is_closed_when_work_ends_early(capsys: pytest.CaptureFixture[str]
     assert printed.rsplit("\r", 2)[-2].strip() == ""
 
 
-def test_without_tqdm_it_yields_all_the_same(
+def test_without_tqdm_it_still_yields_all_items(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
@@ -285,7 +285,7 @@ def test_patience(patience: int) -> None:
     assert run(stopping_on(Course(5.0, *[0.0] * 9), patience=patience), 10) == 1 + patience
 
 
-def test_an_equal_score_is_no_better_one() -> None:
+def test_an_equal_score_is_not_better() -> None:
     stopping = stopping_on(Course(1.0, 1.0, 1.0))
     assert run(stopping, 3) == 3
     assert stopping.best_state == 0

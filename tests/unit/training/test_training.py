@@ -393,7 +393,7 @@ def test_a_precision_that_really_runs_away() -> None:
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam", "lbfgs"])
-def test_a_loss_that_is_no_number(optimiser: str) -> None:
+def test_a_loss_that_is_nan(optimiser: str) -> None:
     """Overflow in single precision, in the loss or in the last step; the given model is not changed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -526,7 +526,7 @@ def test_the_bar_shows_loss_evidence_and_precisions(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
-def test_what_the_bar_is_told_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_gets_loss_and_evidence_after_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
     monkeypatch.setattr(ProgressBar, "show_text", lambda bar, text: texts.append(text))
     settings = {"prior": lw.isotropic(0.5), "update": kept, "burn_in": 2}
@@ -702,7 +702,7 @@ def test_a_checkpoint_stays_whole_while_the_next_is_written(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_files_that_are_no_state(tmp_path: Path) -> None:
+def test_files_without_a_state_are_refused(tmp_path: Path) -> None:
     path, good = tmp_path / "state", tmp_path / "good"
     run(resuming_recipe("adam", 1), data("batches"), checkpoint=good)
     whole = good.read_bytes()

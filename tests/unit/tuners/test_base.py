@@ -245,7 +245,7 @@ def test_full_uses_one_eigendecomposition_for_all_steps(prior: Any, monkeypatch:
     assert calls == {"eigvalsh": 1, "cholesky_ex": 0}
 
 
-def test_what_is_not_finite_ends_it_with_the_trace_and_the_last_good_value() -> None:
+def test_an_evidence_that_is_not_finite_keeps_the_trace_and_the_last_good_value() -> None:
     fitted = regression(lw.Full(), prior=3.0)
     calls: list[int] = []
 
@@ -279,7 +279,7 @@ def test_zero_weights_have_no_optimum_but_an_answer() -> None:
         assert float(fitted.functions(x).std.max()) < 0.01
 
 
-def test_a_tuner_of_ones_own() -> None:
+def test_a_tuner_written_by_a_user() -> None:
     case = BY_NAME["mlp"]
     seen = []
 
@@ -450,7 +450,7 @@ def test_the_last_step_is_looked_at_too(rate: float) -> None:
     assert float(error.value.posterior.problem.prior.values) == pytest.approx(1.0)
 
 
-def test_what_is_not_finite_ends_it() -> None:
+def test_a_search_ends_where_the_evidence_is_not_finite() -> None:
     fitted = ascend_regression(prior=3.0)
     calls: list[int] = []
 

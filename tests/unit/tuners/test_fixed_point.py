@@ -263,7 +263,7 @@ def test_an_update_that_is_not_finite_ends_it() -> None:
     assert float(e.value.posterior.problem.prior.values) == pytest.approx(3.0)
 
 
-def test_too_few_steps_are_refused_or_told() -> None:
+def test_too_few_steps_are_refused_or_reported() -> None:
     start = regression(lw.Full(), 1e-8)
     with pytest.raises(lw.errors.DivergedError, match=r"after 2 steps a logarithm moves .*Raise max_steps") as e:
         start.tuned(lw.tuners.FixedPoint(max_steps=2))

@@ -125,7 +125,7 @@ def test_grid_of_some_weights(weights: Any) -> None:
     assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
 
 
-def test_grid_of_a_metric_of_ones_own() -> None:
+def test_grid_by_a_metric_of_the_user() -> None:
     """The score is the weighted mean over batches; here interval width plus a penalty for missed targets."""
     fitted, held = setting()
 
@@ -189,7 +189,7 @@ def test_the_evidence_of_a_grid_keeps_no_candidate(monkeypatch: pytest.MonkeyPat
     assert max(seen) == 1
 
 
-def test_a_best_value_inside_is_not_told() -> None:
+def test_a_best_value_inside_is_not_reported() -> None:
     fitted, _ = setting()
     evidences = [float(fitted.with_prior(v).log_evidence()) for v in VALUES]
     best = evidences.index(max(evidences))
@@ -633,7 +633,7 @@ def test_temperature_of_every_method(method: str) -> None:
     assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
 
 
-def test_temperature_of_a_metric_of_ones_own() -> None:
+def test_temperature_by_a_metric_of_the_user() -> None:
     fitted, held = setting("classification")
     tuned = fitted.tuned(lw.tuners.Temperature(held, VALUES, lambda p, y: float((p.entropy - 0.9).abs().mean())))
     expected = []
@@ -691,7 +691,7 @@ def test_cross_validation_is_brute_force(name: str, folds: int) -> None:
     assert (tuned.trace.tuner, tuned.trace.score) == ("CrossValidated", "mean held-out metric")
 
 
-def test_cross_validation_of_a_metric_of_ones_own() -> None:
+def test_cross_validation_by_a_metric_of_the_user() -> None:
     fitted, held = setting()
     seen: list[int] = []
 
@@ -847,7 +847,7 @@ def test_scores_of_folds() -> None:
 
 
 @pytest.mark.parametrize("make", [lw.tuners.Grid, lw.tuners.CrossValidated, lw.tuners.Temperature])
-def test_a_best_value_at_the_edge_is_told(make: Any) -> None:
+def test_a_best_value_at_the_edge_is_reported(make: Any) -> None:
     fitted, _ = setting()
     x = MLP.batch(7, seed=21)
     f = MLP.build()(x).detach()
@@ -899,7 +899,7 @@ def test_held_out_data_that_do_not_fit_are_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [lw.tuners.Grid, lw.tuners.CrossValidated, lw.tuners.Temperature])
-def test_a_metric_that_is_no_number_is_refused(make: Any) -> None:
+def test_a_metric_that_does_not_return_a_number_is_refused(make: Any) -> None:
     fitted, held = setting()
     with pytest.raises(lw.errors.DataError, match=r"the metric gave \(\d,\) numbers; expected one"):
         fitted.tuned(make(held, VALUES, lambda p, y: p.log_prob(y).repeat(2)))

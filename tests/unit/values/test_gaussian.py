@@ -62,7 +62,7 @@ def test_deferred_covariance_runs_only_what_is_asked_for() -> None:
     assert calls == ["variance", "cov"]
 
 
-def test_rounding_below_zero_is_no_variance() -> None:
+def test_rounding_below_zero_becomes_a_variance_of_zero() -> None:
     belief = FunctionGaussian(torch.zeros(1, 1, dtype=D), torch.full((1, 1, 1), -1e-18, dtype=D))
     assert belief.std.item() == 0.0
 
@@ -115,13 +115,13 @@ def test_a_variance_below_zero_is_refused(worse: float) -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
-def test_numbers_of_samples_that_are_none(n: Any) -> None:
+def test_numbers_of_samples_below_one_are_refused(n: Any) -> None:
     belief = FunctionGaussian(torch.zeros(B, C, dtype=D), covariance(B, C))
     with pytest.raises(UnsupportedError, match=r"n is .*; expected"):
         belief.sample(n)
 
 
-def test_a_generator_that_is_none() -> None:
+def test_a_generator_of_another_type_is_refused() -> None:
     belief: Any = FunctionGaussian(torch.zeros(B, C, dtype=D), covariance(B, C))
     with pytest.raises(UnsupportedError, match=r"generator is 5; expected torch.Generator\(\).manual_seed"):
         belief.sample(2, 5)
@@ -266,7 +266,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("outputs", "tokens", "message"), REFUSED)
-def test_what_is_no_choice_is_refused(outputs: Any, tokens: Any, message: str) -> None:
+def test_wrong_choices_of_outputs_are_refused(outputs: Any, tokens: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         given(outputs, tokens)
 
