@@ -11,14 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from botorch.models.deterministic import GenericDeterministicModel
-from botorch.models.model import Model
-from botorch.models.transforms.input import InputTransform, Normalize
-from botorch.models.transforms.outcome import OutcomeTransform, Standardize
-from botorch.optim import optimize_acqf
-from botorch.posteriors.gpytorch import GPyTorchPosterior
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from linear_operator import to_linear_operator
 from torch import Tensor, nn
 
 from lapwing.api import fit
@@ -34,15 +26,21 @@ from lapwing.runtime.settings import POSITIVE, Rule, integer
 from lapwing.runtime.threads import derived_generator, global_seed, normal
 from lapwing.values.gaussian import isolate
 
-__all__ = ["LapwingModel", "surrogate", "thompson"]
-
-
 try:
-    import botorch as _botorch  # noqa: F401
+    from botorch.models.deterministic import GenericDeterministicModel
+    from botorch.models.model import Model
+    from botorch.models.transforms.input import InputTransform, Normalize
+    from botorch.models.transforms.outcome import OutcomeTransform, Standardize
+    from botorch.optim import optimize_acqf
+    from botorch.posteriors.gpytorch import GPyTorchPosterior
+    from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+    from linear_operator import to_linear_operator
 except ImportError as error:
     raise ImportError(
         "lapwing.botorch needs the package botorch, which is not installed: pip install 'lapwing[integrations]'."
     ) from error
+
+__all__ = ["LapwingModel", "surrogate", "thompson"]
 
 
 TOGETHER = 128  # inputs whose joint covariance is computed at once; only its blocks on the diagonal are kept

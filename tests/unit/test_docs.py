@@ -139,14 +139,18 @@ def test_every_public_name_has_an_example(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("module", "packages"),
-    [("sklearn", ("sklearn",)), ("lightning", ("lightning", "lightning.pytorch", "pytorch_lightning"))],
-)
+    [
+        ("sklearn", ("sklearn",)), ("lightning", ("lightning", "lightning.pytorch", "pytorch_lightning")),
+        ("botorch", ("botorch",)),
+    ],
+)  # fmt: skip
 def test_missing_packages_are_named(module: str, packages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith(f"lapwing.{module}")]:
         monkeypatch.delitem(sys.modules, name)
     for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"pip install 'lapwing\[{module}\]'"):
+    extra = "integrations" if module == "botorch" else module
+    with pytest.raises(ImportError, match=rf"pip install 'lapwing\[{extra}\]'"):
         importlib.import_module(f"lapwing.{module}")
 
 
