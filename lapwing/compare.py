@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 DISTINCT = 3.0  # standard errors between two evidences that decide their order; the errors are estimates themselves
 DRAWS = 2**14  # of the errors, over which probabilities are averaged
+FITTED = Rule("a posterior that fit() made", lambda v: isinstance(v, Fitted), DataError)
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,10 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
     2
     """
     if not isinstance(posteriors, Mapping) or not posteriors:
-        got = type(posteriors).__name__ if not isinstance(posteriors, Mapping) else "no posteriors"
+        got = "no posteriors" if posteriors == {} else type(posteriors).__name__
         raise DataError(f"compare() got {got}; expected a mapping from names to fitted posteriors.")
     for name, fitted in posteriors.items():
-        Rule("a posterior that fit() made", lambda v: isinstance(v, Fitted), DataError).check(f"{name!r}", fitted)
+        FITTED.check(repr(name), fitted)
     _refuse_different(posteriors)
     with torch.no_grad():
         evidences = {name: float(fitted.log_evidence()) for name, fitted in posteriors.items()}
@@ -304,7 +305,7 @@ def evaluate(
     """
     POSTERIORS.check("posteriors", posteriors)
     for name, fitted in posteriors.items():
-        Rule("a posterior that fit() made", lambda v: isinstance(v, Fitted), DataError).check(f"{name!r}", fitted)
+        FITTED.check(repr(name), fitted)
     compared = {name: (fitted, fitted.posterior) for name, fitted in posteriors.items()}
     plain = _plain_networks(posteriors)
     found = score_posteriors({**compared, **plain}, data, level, target_key, progress)

@@ -53,7 +53,7 @@ from lapwing.tuners.offsets import (
     with_findings,
     with_held_out,
     with_validation,
-)  # fmt: skip
+)
 
 LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
 ROWS = 600  # data that it is computed from, if there are more

@@ -5,7 +5,7 @@ There is one class for each tuner, used as ``fit(..., tuner=lw.tuners.FixedPoint
 """
 
 from lapwing.runtime.settings import refuse_other_settings
-from lapwing.tuners.base import Ascend, MaximiseBound, MaximiseEvidence, evidence_bound
+from lapwing.tuners.base import Ascend, MaximiseBound, MaximiseEvidence, TunerWithSettings, evidence_bound
 from lapwing.tuners.fixed_point import FixedPoint, SampleEM
 from lapwing.tuners.grid import CrossValidated, Grid, Temperature
 from lapwing.tuners.linear_mode import LinearMode
@@ -16,7 +16,4 @@ __all__ = [
     "MaximiseEvidence", "SampleEM", "Temperature", "evidence_bound",
 ]  # fmt: skip
 
-refuse_other_settings([
-    Ascend, Budget, CrossValidated, FixedPoint, Grid, Integrate, LinearMode, MaximiseBound, MaximiseEvidence, SampleEM,
-    Temperature,
-])  # fmt: skip
+refuse_other_settings(TunerWithSettings.__subclasses__())

@@ -20,6 +20,7 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.base import Kept, Posterior, draw_beliefs, pieces, prefers_draws
 from lapwing.posteriors.mixture import Belief, Cell, member
 from lapwing.posteriors.weight_space import beliefs_at
+from lapwing.predictives.base import Predictive
 from lapwing.problem import Problem, check_named_targets, first_samples
 from lapwing.runtime.memory import chunks
 from lapwing.runtime.settings import DATA, POSITIVE_VALUES, Rule, integer, required, setting
@@ -202,10 +203,9 @@ KEPT = 2  # memory that candidates may keep between chunks, as a multiple of the
 REPEATED = 1e-4  # relative difference of two passes over the same data: rounding in single precision
 
 
-def nll(predictive: Any, y: Tensor) -> Tensor:
+def nll(predictive: Predictive, y: Tensor) -> Tensor:
     """Return the mean negative log-likelihood."""
-    value: Tensor = -predictive.log_prob(y).mean()
-    return value
+    return -predictive.log_prob(y).mean()
 
 
 def held_out_scores(
@@ -320,8 +320,9 @@ def _known_rows(likelihood: Likelihood, y: Tensor, rows: Tensor) -> Any:
 
 def _number(score: Tensor | float) -> float:
     """Return the score as a number, or raise if the metric returned several."""
-    if isinstance(score, Tensor) and score.numel() != 1:
-        raise DataError(f"the metric gave {tuple(score.shape)} numbers; expected one, the mean over the batch.")
+    numbers = torch.as_tensor(score)
+    if numbers.numel() != 1:
+        raise DataError(f"the metric gave {tuple(numbers.shape)} numbers; expected one, the mean over the batch.")
     return float(score)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -192,8 +193,7 @@ def learn_offset(held: HeldOutputs, likelihood: Likelihood, widths: Sequence[flo
     plain = logits.most_probable(directions[:, :0], 1.0)
     fits = [logits.most_probable(directions, width) for width in widths]
     evidences = torch.tensor([fit.log_evidence for fit in fits], dtype=torch.float64)
-    values = sum(w * fit.offset for w, fit in zip(evidences.softmax(0).tolist(), fits, strict=True))
-    assert isinstance(values, Tensor)
+    values = reduce(torch.add, (w * fit.offset for w, fit in zip(evidences.softmax(0).tolist(), fits, strict=True)))
     prior = math.log((1 - NO_OFFSET) / NO_OFFSET / len(widths))
     best = max(logits.log_likelihood(values, fit.heat) for fit in fits)
     log_odds = prior + float(evidences.logsumexp(0)) - plain.log_evidence
