@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -72,8 +72,8 @@ class Rule:
             raise self.error(f"{name} is {describe(value)}; expected {self.expected}.{nearest(value, self.names)}")
 
     def __or__(self, other: Rule) -> Rule:
-        expected = f"{self.expected}, or {other.expected}"
-        return Rule(expected, lambda v: self.admits(v) or other.admits(v), self.error, (*self.names, *other.names))
+        expected = f"{self.expected}, or {other.expected}"  # the last is tried first: None is the quickest
+        return Rule(expected, lambda v: other.admits(v) or self.admits(v), self.error, (*self.names, *other.names))
 
 
 NONE = Rule("None", lambda v: v is None)
@@ -200,13 +200,14 @@ class HasSettings:
     """
 
     def __post_init__(self) -> None:
-        for name, declared in declared_settings(type(self)).items():
-            declared.metadata["rule"].check(name, getattr(self, name))
+        for name, rule in rules_of(type(self)).items():  # type: ignore[arg-type]
+            rule.check(name, getattr(self, name))
 
 
-def declared_settings(cls: type) -> dict[str, Field[Any]]:
-    """Return the fields of a dataclass that are declared with ``setting``, by name."""
-    return {each.name: each for each in fields(cls) if each.metadata.get("rule")}  # type: ignore[arg-type]
+@functools.cache
+def rules_of(cls: type) -> dict[str, Rule]:
+    """Return the rules of the fields of a dataclass that are declared with ``setting``, by name."""
+    return {each.name: each.metadata["rule"] for each in fields(cls) if each.metadata.get("rule")}  # type: ignore[arg-type]
 
 
 def refuse_other_arguments(call: Call) -> Call:

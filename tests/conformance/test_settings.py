@@ -20,7 +20,7 @@ import lapwing as lw
 import lapwing.compat.laplace  # its settings are declared too
 from lapwing.methods.base import Method
 from lapwing.registry import LIKELIHOODS, METHODS
-from lapwing.runtime.settings import HasSettings, declared_settings
+from lapwing.runtime.settings import HasSettings, rules_of
 
 X = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 NET = nn.Linear(3, 2).double()
@@ -109,12 +109,12 @@ def wrong_values(expected: str) -> list[Any]:
     return [*values, *none]
 
 
-SETTINGS = [(cls, name) for cls in CLASSES for name in declared_settings(cls)]
+SETTINGS = [(cls, name) for cls in CLASSES for name in rules_of(cls)]
 
 
 @pytest.mark.parametrize(("cls", "name"), SETTINGS, ids=lambda each: each if isinstance(each, str) else each.__name__)
 def test_a_wrong_value_is_refused_with_what_was_seen_and_expected(cls: Any, name: str) -> None:
-    rule = declared_settings(cls)[name].metadata["rule"]
+    rule = rules_of(cls)[name]
     for value in wrong_values(rule.expected):
         with pytest.raises(rule.error) as caught:
             cls(**{**REQUIRED.get(cls, {}), name: value})
@@ -126,32 +126,31 @@ def test_a_wrong_value_is_refused_with_what_was_seen_and_expected(cls: Any, name
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_least_integer_is_allowed_and_none_below(cls: Any) -> None:
-    for name, declared in declared_settings(cls).items():
-        found = re.match(r"an integer of at least (\d)", declared.metadata["rule"].expected)
+    for name, rule in rules_of(cls).items():
+        found = re.match(r"an integer of at least (\d)", rule.expected)
         if found:
             least = LEAST.get(f"{cls.__name__}.{name}", LEAST.get(name, 1))
             assert int(found[1]) == least, name
-            declared.metadata["rule"].check(name, least)
+            rule.check(name, least)
 
 
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not lapwing.compat.laplace.Settings])
 def test_defaults_are_allowed_and_names_are_too(cls: Any) -> None:
     made = cls(**REQUIRED.get(cls, {}))
-    for name, declared in declared_settings(cls).items():
-        for choice in declared.metadata["rule"].names:
-            declared.metadata["rule"].check(name, choice)
-        declared.metadata["rule"].check(name, getattr(made, name))
+    for name, rule in rules_of(cls).items():
+        for choice in rule.names:
+            rule.check(name, choice)
+        rule.check(name, getattr(made, name))
 
 
 @pytest.mark.parametrize("cls", sorted({*METHODS.values(), *LIKELIHOODS.values()}, key=lambda cls: cls.__name__))
 def test_every_field_of_a_method_or_likelihood_is_declared(cls: Any) -> None:
-    declared = declared_settings(cls)
-    assert {each.name for each in fields(cls) if each.init} == set(declared)
+    assert {each.name for each in fields(cls) if each.init} == set(rules_of(cls))
 
 
-@pytest.mark.parametrize("cls", [cls for cls in CLASSES if issubclass(cls, Method) and declared_settings(cls)])
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if issubclass(cls, Method) and rules_of(cls)])
 def test_another_setting_is_refused_and_the_signature_stays_visible(cls: Any) -> None:
-    name = next(iter(declared_settings(cls)))
+    name = next(iter(rules_of(cls)))
     assert name in inspect.signature(cls).parameters
     with pytest.raises(
         lw.errors.CallError, match=rf"{cls.__name__}\(\) has no argument '{name}x'\. Did you mean '{name}'"
