@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -126,21 +126,9 @@ def _one_batch(parts: list[Inputs]) -> Inputs:
     )
 
 
-class Information(Protocol):
-    """M = Rᵀ K R by blocks: K the covariance of the outputs of m inputs, R the root of their Fisher information."""
-
-    def diagonal(self) -> Tensor:
-        """Return the blocks of each input with itself, (m, k, k) in float64."""
-        ...
-
-    def row(self, number: int) -> Tensor:
-        """Return the blocks of one input with all, (k, m, k)."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
-class Exact:
-    """The information matrix, stored.
+class Information:
+    """M = Rᵀ K R by blocks: K the covariance of the outputs of m inputs, R the root of their Fisher information.
 
     Args:
         blocks: M, (m, k, m, k).
@@ -149,16 +137,18 @@ class Exact:
     blocks: Tensor
 
     def diagonal(self) -> Tensor:
+        """Return the blocks of each input with itself, (m, k, k) in float64."""
         each = torch.arange(len(self.blocks), device=self.blocks.device)
         return self.blocks[each, :, each]
 
     def row(self, number: int) -> Tensor:
+        """Return the blocks of one input with all, (k, m, k)."""
         return self.blocks[number].clone()
 
 
 @dataclass(frozen=True, eq=False)
-class DrawnCovariance:
-    """The information matrix of drawn functions, never formed.
+class DrawnInformation:
+    """The same matrix for drawn functions, never formed.
 
     Args:
         features: Rᵀ d / √(S - 1) of the deviations d of S functions from their mean, (m, k, S).
@@ -173,14 +163,14 @@ class DrawnCovariance:
         return torch.einsum("ks,mls->kml", self.features[number], self.features)
 
 
-def _by_covariance(posterior: Fitted, inputs: Inputs) -> Exact:
+def _by_covariance(posterior: Fitted, inputs: Inputs) -> Information:
     belief = posterior.posterior(inputs, True)
     root = root_of(posterior, belief.mean)  # (m, C, k)
     joint = belief.cov.double().reshape(*root.shape[:2], *root.shape[:2])
-    return Exact(torch.einsum("bkad,adl->bkal", torch.einsum("bck,bcad->bkad", root, joint), root))
+    return Information(torch.einsum("bkad,adl->bkal", torch.einsum("bck,bcad->bkad", root, joint), root))
 
 
-def _by_functions(posterior: Fitted, inputs: Inputs, samples: int | None) -> Information:
+def _by_functions(posterior: Fitted, inputs: Inputs, samples: int | None) -> Information | DrawnInformation:
     posterior.base.require(Posterior.function_samples, "function samples; give samples=0")
     generator = torch.Generator(posterior.network.device).manual_seed(0)
     try:
@@ -191,10 +181,10 @@ def _by_functions(posterior: Fitted, inputs: Inputs, samples: int | None) -> Inf
         return _by_covariance(posterior, inputs)
     root = root_of(posterior, drawn.mean(0))
     steps = (drawn - drawn.mean(0)) / math.sqrt(len(drawn) - 1)
-    return DrawnCovariance(torch.einsum("bck,sbc->bks", root, steps))
+    return DrawnInformation(torch.einsum("bck,sbc->bks", root, steps))
 
 
-def greedy_information(information: Information, n: int) -> Tensor:
+def greedy_information(information: Information | DrawnInformation, n: int) -> Tensor:
     r"""Return n of m blocks, in the order in which each adds most to log det(I + M) of the chosen blocks.
 
     A pivoted Cholesky factorisation of I + M by blocks: the gain of block i is log det(I + S_ii), with S the
@@ -203,7 +193,7 @@ def greedy_information(information: Information, n: int) -> Tensor:
     Cost: n² m k³ multiplications besides the rows of M; memory for n m k² numbers.
 
     >>> matrix = torch.tensor([[4.0, 3.9, 0.0], [3.9, 3.9, 0.0], [0.0, 0.0, 1.0]])
-    >>> greedy_information(Exact(matrix.reshape(3, 1, 3, 1)), 2).tolist()
+    >>> greedy_information(Information(matrix.reshape(3, 1, 3, 1)), 2).tolist()
     [0, 2]
     """
     complement = information.diagonal()

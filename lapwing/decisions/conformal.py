@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,7 +61,8 @@ class Coverage:
     by_group: dict[int, float] = field(default_factory=dict)  # the share in each group
 
 
-class Calibrated(Protocol):
+@dataclass(frozen=True, eq=False)
+class Calibrated:
     """What sets and intervals share: quantiles of the scores, one for each group."""
 
     posterior: Fitted
@@ -69,7 +70,7 @@ class Calibrated(Protocol):
     score: str
     quantiles: Mapping[int | None, Tensor]  # by group; under None without groups
     count: int
-    groups: Any
+    groups: Any = None
 
     def predict_with_limits(self, x: Inputs, groups: Any) -> Iterator[tuple[Any, Tensor]]:
         """Yield predictives at x and the largest scores that are let in; of each batch if groups are a function."""
@@ -135,12 +136,6 @@ class ConformalSets(Calibrated):
         seed: Of the uniform numbers of "adaptive".
     """
 
-    posterior: Fitted
-    level: float
-    score: str
-    quantiles: Mapping[int | None, Tensor]
-    count: int
-    groups: Any = None
     seed: int = 0
 
     def predict(self, x: Inputs, *, groups: Any = None) -> PredictionSets:
@@ -188,13 +183,6 @@ class ConformalIntervals(Calibrated):
         count: The number of calibration data.
         groups: The function or numbers that were given, or None.
     """
-
-    posterior: Fitted
-    level: float
-    score: str
-    quantiles: Mapping[int | None, Tensor]
-    count: int
-    groups: Any = None
 
     def predict(self, x: Inputs, *, groups: Any = None) -> tuple[Tensor, Tensor]:
         """Return (low, high), each (B, C), at a batch of inputs or at those of a loader.

@@ -80,6 +80,11 @@ class View(Predictive, Generic[P]):
         """The predictive of the pixels (B, H W, C) of images."""
         return self.parts[0] if len(self.parts) == 1 else replace(self, form=None)
 
+    @classmethod
+    def concat(cls, views: Sequence[View[P]]) -> View[P]:
+        """Return the predictive of all rows, from those of consecutive rows."""
+        return replace(views[0], parts=tuple(part for view in views for part in view.parts))
+
     def rows(self, member: Callable[[P], Tensor], dim: int = 0) -> Tensor:
         """Return a member of all parts, one after another."""
         return concat_rows([member(part) for part in self.parts], dim)
@@ -132,6 +137,11 @@ class ClassView(View[ClassPredictive], ClassPredictive):
     entropy = of_data(lambda part: part.entropy)
     aleatoric = of_data(lambda part: part.aleatoric)
     mutual_information = of_data(lambda part: part.mutual_information)
+
+    @classmethod
+    def concat(cls, views: Sequence[View[Any]]) -> ClassView:
+        pixels = [view.parts[0] for view in views]
+        return cls((type(pixels[0]).concat(pixels),), views[0].form)
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return the log-probability of the targets of each pixel, (B, H, W).
@@ -237,6 +247,13 @@ class ClassesOfBatches(ClassPredictive):
     def aleatoric(self) -> Tensor:
         return self._rows(lambda part: part.aleatoric)
 
+    @classmethod
+    def concat(cls, predictives: Sequence[ClassesOfBatches]) -> ClassesOfBatches:
+        """Return the predictive of all rows, from those of consecutive rows."""
+        parts = [each.parts for each in predictives]
+        logs = concat_rows([each.logs for each in predictives])
+        return cls(logs, tuple(part for each in parts for part in each) if all(parts) else ())
+
     def _rows(self, member: Callable[[ClassPredictive], Tensor]) -> Tensor:
         if not self.parts:
             _refuse(self.logs.shape[-1])
@@ -297,24 +314,11 @@ def concat_processes(own: Predictive | None, processes: Processes, device: torch
     Raises:
         DataError: If no process has rows, or the processes have images of different sizes.
     """
-    given = [each for each in processes.gather_values(own) if each is not None]
+    given: list[Any] = [each for each in processes.gather_values(own) if each is not None]
     if not given:
         raise DataError("the loader is empty in all processes: no batch was yielded; expected at least one.")
     same_form(map(_form, given))
-    return on_device(_concat(given), device)
-
-
-def _concat(given: Sequence[Any]) -> Any:
-    """Return results of ``concat_batches``, one after another, as one."""
-    first = given[0]
-    if isinstance(first, AveragedClasses):
-        return AveragedClasses.concat(given)
-    if isinstance(first, ClassView):
-        return replace(first, parts=(_concat([each.pixels for each in given]),))
-    parts = tuple(part for each in given for part in each.parts) if all(each.parts for each in given) else ()
-    if isinstance(first, ClassesOfBatches):
-        return ClassesOfBatches(concat_rows([each.logs for each in given]), parts)
-    return replace(first, parts=parts)
+    return on_device(type(given[0]).concat(given), device)
 
 
 def concat_beliefs(beliefs: Iterable[FunctionGaussian], device: torch.device) -> FunctionGaussian:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.decisions.acquisition import DrawnCovariance, Exact, greedy_information, root_of
+from lapwing.decisions.acquisition import DrawnInformation, Information, greedy_information, root_of
 from tests.tolerances import assert_close
 from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor
 
@@ -30,7 +30,7 @@ def greedy(matrix: Tensor, size: int, n: int) -> list[int]:
 def test_the_choice_is_that_of_the_definition(size: int) -> None:
     features = torch.randn(7 * size, 5, dtype=D, generator=generator(1))
     matrix = features @ features.mT
-    exact, drawn = Exact(matrix.reshape(7, size, 7, size)), DrawnCovariance(features.reshape(7, size, 5))
+    exact, drawn = Information(matrix.reshape(7, size, 7, size)), DrawnInformation(features.reshape(7, size, 5))
     assert_close(drawn.diagonal(), exact.diagonal())
     assert_close(drawn.row(4), exact.row(4))
     for information in (exact, drawn):
