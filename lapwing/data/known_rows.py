@@ -283,7 +283,7 @@ def _products(t: Tensor, seed: int) -> Tensor:
 
 def _product(t: Tensor, seed: int) -> Tensor:
     near = t.float() + 0.0  # minus zero is zero
-    words = (F.pad(near, (0, 1)) if t.shape[1] % 2 else near).view(torch.int64)  # of two numbers each
+    words = (F.pad(near, (0, 1)) if t.shape[1] % 2 else near.contiguous()).view(torch.int64)  # of two numbers each
     product = _times(words, seed)
     if t.is_floating_point() or t.dtype in SHORT:
         return product

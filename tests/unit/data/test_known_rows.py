@@ -40,6 +40,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], RowSketch]] = {
     "a column of targets": lambda x, y: sketch(x, y[:, None].float()),
     "other batches": lambda x, y: sketch(x, y, 7),
     "another order": lambda x, y: sketch(x.flip(0), y.flip(0)),
+    "another layout": lambda x, y: sketch(x.T.contiguous().T, y),
     "padded": lambda x, y: sketch(torch.cat([x, torch.zeros(len(x), 2)], 1), y),
 }
 
