@@ -221,7 +221,7 @@ class SampleEM(TunerWithSettings):
             )  # (K, groups)
             updated = self._update(current, gammas.mean(0), theta, float(loss))
             change = _largest_change(current.problem, updated.problem)
-            steps.append(_step(current.problem, gammas.sum(1, keepdim=True)))
+            steps.append(_trace_step(current.problem, gammas.sum(1, keepdim=True)))
             _refuse_diverged(current, gammas, updated.problem.prior.values, change, steps)
             current = updated
             if change <= self.tolerance:
@@ -265,7 +265,7 @@ class SampleEM(TunerWithSettings):
         """Return the posterior with its trace; raise if the last change was too large."""
         finding = f"gamma {steps[-1].gamma:.4g} ± {steps[-1].error:.2g} from {len(gammas)} samples"
         if gammas.shape[1] > 1:
-            finding += f", of a group ± {_error(gammas):.0%} of it or less"
+            finding += f", of a group ± {_standard_error(gammas):.0%} of it or less"
         if change > self.tolerance:
             finding += f"; a logarithm still moved by {change:.2g} at the last step"
         trace = Trace("SampleEM", "gamma", tuple(steps), (finding,))
@@ -304,7 +304,7 @@ def _refuse_diverged(
         raise DivergedError(message, trace, current.with_trace(trace))
 
 
-def _error(gammas: Tensor) -> float:
+def _standard_error(gammas: Tensor) -> float:
     """Return the standard error of γ (K, 1); for several groups (K, groups) the largest, relative to its mean."""
     if len(gammas) < 2:
         return math.inf
@@ -312,11 +312,11 @@ def _error(gammas: Tensor) -> float:
     return float(each if len(each) == 1 else (each / gammas.mean(0)).max())
 
 
-def _step(problem: Problem, totals: Tensor) -> Step:
+def _trace_step(problem: Problem, totals: Tensor) -> Step:
     """Return the entry of the trace, for γ of all weights from each sample (K, 1)."""
     noise = (float(problem.likelihood.dispersion),) if problem.likelihood.learns_dispersion else ()
     gamma = float(totals.mean())
-    return Step(gamma, tuple(problem.prior.values.reshape(-1).tolist()), noise, gamma, _error(totals))
+    return Step(gamma, tuple(problem.prior.values.reshape(-1).tolist()), noise, gamma, _standard_error(totals))
 
 
 def _largest_change(one: Problem, other: Problem) -> float:

@@ -170,7 +170,7 @@ class LinearMode(TunerWithSettings):
         data = self.read_data(network)
         base = network.with_shift(None).theta().double()
         model = tangent_model(network.with_shift(None), posterior.problem.likelihood, data)
-        current, steps = posterior if posterior.mode is not None else _at_start(posterior), []
+        current, steps = posterior if posterior.mode is not None else _with_starting_precisions(posterior), []
         for number in range(1 if self.refit is None else self.rounds):
             if number:
                 current = self._refit(current, base, data)
@@ -192,7 +192,7 @@ class LinearMode(TunerWithSettings):
         n_weights = posterior.problem.network.selection.size
         # The slope at fixed θ is wrong by the square root of what θ can still gain.
         solver = ModeSolver(model, base, min(self.solver_tolerance, (0.1 * self.tolerance * n_weights) ** 2))
-        limits = partial(_limits, _typical(posterior).log(), search.start[search.n_precisions :])
+        limits = partial(_limits, _mean_curvature(posterior).log(), search.start[search.n_precisions :])
 
         def objective(x: Tensor) -> Tensor:
             nonlocal theta
@@ -264,7 +264,7 @@ def _solve(solver: ModeSolver, posterior: WeightPosterior, start: Tensor) -> Mod
     return solver(posterior.problem, start, precondition)
 
 
-def _typical(posterior: WeightPosterior) -> Tensor:
+def _mean_curvature(posterior: WeightPosterior) -> Tensor:
     """Return for every precision the mean curvature H/φ of its weights."""
     prior, phi = posterior.problem.prior, posterior.problem.likelihood.dispersion
     curvature = prior.sum_groups(posterior.current.diagonal().detach().to(prior.values)) / phi.to(prior.values)
@@ -272,18 +272,18 @@ def _typical(posterior: WeightPosterior) -> Tensor:
     return (curvature / scale).detach()
 
 
-def _at_start(posterior: WeightPosterior) -> WeightPosterior:
+def _with_starting_precisions(posterior: WeightPosterior) -> WeightPosterior:
     """Return the posterior with precisions to start from, none above the typical curvature of its group."""
     problem, statistics = posterior.problem, posterior.statistics
     guess = group_starting_precisions(problem.prior, posterior.theta, statistics.data * statistics.outputs)
-    values = guess.minimum(_typical(posterior).reshape(guess.shape))
+    values = guess.minimum(_mean_curvature(posterior).reshape(guess.shape))
     return posterior.with_problem(problem.with_precisions(values))
 
 
 def _pruning_remark(posterior: WeightPosterior) -> tuple[str, ...]:
     """Return a remark on the groups that have no effect, if there are any."""
     prior = posterior.problem.prior
-    pruned = (prior.values.detach().reshape(-1) > PRUNED * _typical(posterior)).tolist()
+    pruned = (prior.values.detach().reshape(-1) > PRUNED * _mean_curvature(posterior)).tolist()
     if not any(pruned):
         return ()
     groups = prior.groups or ("all weights",) * len(pruned)

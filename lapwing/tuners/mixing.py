@@ -47,7 +47,7 @@ RATIOS = tuple(10.0 ** (k / 2) for k in range(-2, 11))  # of the precision to th
 NOISE_RATIOS = tuple(10.0 ** (k / 2) for k in range(-6, 9))  # the same for Gaussian noise
 FEW_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
 SCALES = tuple(10.0**k for k in range(3, -2, -1))  # the same for methods without a precision: 1 / scale of V
-NOISES = range(-4, 12)  # quarters of decades of the noise variance, from that of the training residuals
+NOISES = range(-4, 12)  # noise variances to try, in quarters of a decade above that of the training residuals
 DECADE = 4  # quarters on both sides of the variance of the validation residuals
 MOST = 3  # precisions that a mixture keeps
 TEMPERATURES = (0.35, 0.5, 0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
@@ -180,7 +180,7 @@ def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
 def with_offset(grid: CellGrid, offset: Offset) -> CellGrid:
     """Return the grid with every cell a second time, with an offset of the logits.
 
-    If the offset is certain, the cells without have no weight, and stay only where they are compared with.
+    If the offset is certain, cells without it get no weight; only those that the mixture is compared with stay.
     """
     moved = [replace(cell, likelihood=cell.likelihood.with_more_offset(offset.values)) for cell in grid.cells]
     prior, first = grid.log_prior, torch.ones_like(grid.rescaled)
@@ -429,9 +429,9 @@ def _verdict(compared: dict[str, float], gaps: dict[str, tuple[float, float]]) -
 
 
 def _edge_remarks(grid: CellGrid, weights: Tensor) -> tuple[str, ...]:
-    """Return remarks where the first or last value of an axis of the grid has weight.
+    """Return a remark for each axis of the grid whose first or last value has weight.
 
-    The largest precision, or the smallest scale, is no edge: the network without error bars is beyond it.
+    The largest precision and the smallest scale are not edges: the plain network lies beyond them.
     """
     findings = []
     for axis, (values, ends, least) in _axes(grid).items():
@@ -448,7 +448,8 @@ def _edge_remarks(grid: CellGrid, weights: Tensor) -> tuple[str, ...]:
 def _axes(grid: CellGrid) -> dict[str, tuple[Tensor, dict[str, str], float]]:
     """Return the axes of the grid by name.
 
-    Each has its values (cells,), NaN for none; what an edge means; and from which weight on it is worth a remark.
+    Each has a value for every cell, (cells,), NaN where there is none; what weight at either end means, in words; and
+    the least weight that is remarked on.
     """
     base, none = grid.bases[0], float("nan")
     noise = [float(cell.likelihood.dispersion) for cell in grid.cells]
@@ -483,7 +484,7 @@ WIDTH = (  # of the networks under "what regression intervals cover" in docs/cal
     "no held-out data checked the width of these error bars: over many networks 95 % intervals covered 95 % of new "
     "rows on average, but for single ones mostly 89 to 100 %, and some were several times as wide as they need be."
 )
-APART = 0.3  # a scale of a posterior from which its disagreement is remarked on
+APART = 0.3  # factor of the exact covariance up to which a finding reports it
 TRACE = Trace("Budget", "training NLL", findings=(ADVICE,), scored_on="training")
 
 
@@ -588,7 +589,7 @@ class Budget(TunerWithSettings):
 
 
 def _disagreement(scale: float) -> str:
-    """Return the remark on posteriors of which one had to be scaled by so much to come half of the way."""
+    """Return the finding that the exact covariance differs from that of Kron and was multiplied by ``scale``."""
     return (
         f"the variance of the exact posterior is {scale**-2:.3g} times that of Kron, and is multiplied by {scale:.2g}: "
         "the width of these error bars is uncertain by the square root of that."

@@ -153,14 +153,14 @@ def _present_noise(likelihood: Likelihood, held: HeldOutputs) -> Tensor:
 WIDTHS = (0.3, 1.0, 3.0)  # candidates for the standard deviation of offsets
 NO_OFFSET = 0.7  # prior probability of no offset; an offset is used if the data make it no less probable than before
 CERTAIN = 0.99  # probability of an offset from which nothing without one is kept
-ROWS = 10  # of a class, below which it has no offset of its own
-HEAT = 0.5  # standard deviation of log T
-DENSE = 256  # offsets above which the Hessian is taken for diagonal
-ERRORS, GAP, ODDS = 4.0, 0.02, 1.25  # a bias: standard errors, difference, and factor of the odds, at least
-EARLY = 0.35  # temperature of a network that is hardly trained, which is not judged
-KNOWN = 0.9  # of the loss of a network that knows only how often classes occur: one with more is not judged
-LEAST = 1e-9  # a probability, or its standard error
-STEPS, DECREASE = 50, 1e-6  # of Newton's method, and of the energy in nats, at which it ends
+ROWS = 10  # data of a class that an offset of its own needs
+HEAT = 0.5  # prior standard deviation of log T
+DENSE = 256  # number of offsets up to which Newton's method uses the full Hessian; above it the diagonal
+ERRORS, GAP, ODDS = 4.0, 0.02, 1.25  # the least bias: standard errors, difference, and factor of the odds
+EARLY = 0.35  # best temperature below which a network is hardly trained, and is not tested for bias
+KNOWN = 0.9  # share of the loss of constant frequencies; a network with a higher loss is not tested for bias
+LEAST = 1e-9  # the smallest probability, and the smallest standard error of one
+STEPS, DECREASE = 50, 1e-6  # Newton's method: its most steps, and the decrease in nats at which it ends
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,9 +214,9 @@ def biases(held: HeldOutputs, likelihood: Likelihood) -> tuple[Bias, ...]:
     """Return the classes of which the network predicts clearly too many or too few, the most biased first.
 
     Training without weights on data as they are leaves hardly any bias on the training data. A network that was
-    stopped early has some, which goes away with the best temperature; so only a bias that is there with and without it
-    counts. A network that knows little more than frequencies, even after a correction, or that is hardly trained, is
-    not judged.
+    stopped early has some, which the best temperature removes; so a bias counts only if it is clear at both
+    temperatures. A network that is hardly trained, or knows little more than frequencies even after a correction, is
+    not tested.
     """
     temperature = likelihood.link_temperature
     assert temperature is not None
