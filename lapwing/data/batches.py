@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from lapwing.data.inputs import (
 )
 from lapwing.data.known_rows import RowSketch, Sketching
 from lapwing.data.processes import ALONE, Processes
-from lapwing.data.samples import Part, Share, Weighted, as_weights, refuse_copies, share_of, target_name
+from lapwing.data.samples import Loader, Part, Share, Weighted, as_weights, refuse_copies, share_of, target_name
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.runtime.settings import KEY, describe, is_array
 from lapwing.runtime.threads import ProgressBar, Stream, allow_interrupts, normal, undisturbed
@@ -49,18 +49,17 @@ from lapwing.runtime.threads import ProgressBar, Stream, allow_interrupts, norma
 BATCH = 256  # samples in a batch of a Dataset that comes without a DataLoader, and in a step of training on a pair
 
 
-def is_pair(source: Any) -> bool:
+def is_pair(source: object) -> TypeGuard[tuple[Inputs, Any]]:
     """Return whether the source is one pair of inputs and targets, and not a list of batches.
 
     >>> x, y = torch.zeros(4, 3), torch.zeros(4)
     >>> is_pair((x, y)), is_pair(((x, x), y.numpy())), is_pair([x, y]), is_pair(((x, y), (x, y)))
     (True, True, False, False)
     """
-    pair = isinstance(source, tuple) and len(source) == 2
-    return pair and (isinstance(source[1], Weighted) or is_array(source[1]))
+    return isinstance(source, tuple) and len(source) == 2 and (isinstance(source[1], Weighted) or is_array(source[1]))
 
 
-def as_source(source: Any, name: str, processes: Processes, dtype: torch.dtype | None) -> Iterable[Any]:
+def as_source(source: Any, name: str, processes: Processes, dtype: torch.dtype | None) -> Loader:
     """Return data as an object that yields its items at every pass; raise if they are none.
 
     A data set of single samples becomes a loader, of which each process reads its part, and a pair a list of one batch.
@@ -107,7 +106,7 @@ def refuse_unequal(inputs: Inputs, targets: Any, name: str) -> None:
         )
 
 
-def _refuse_half_pair(source: Any, name: str) -> None:
+def _refuse_half_pair(source: object, name: str) -> None:
     """Raise if a tuple is no list of batches, since its first part is an array, and no pair either."""
     if not isinstance(source, tuple) or not source:
         return
@@ -127,7 +126,7 @@ def _refuse_half_pair(source: Any, name: str) -> None:
         )
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return describe(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
@@ -170,7 +169,7 @@ class ShuffledPair:
         return -(-self.whole.n_samples // BATCH)
 
 
-def to_batch(item: Any, target_key: str | None, dtype: torch.dtype | None) -> Batch:
+def to_batch(item: object, target_key: str | None, dtype: torch.dtype | None) -> Batch:
     """Return an item of a source as a batch; its weights, if there are any, are not checked yet.
 
     Arrays become tensors, floating-point ones of inputs with this dtype; None leaves arrays of inputs as they are.
@@ -200,7 +199,7 @@ def _batch(inputs: Inputs, targets: Any, dtype: torch.dtype | None, key: str | N
     return Batch(inputs, _targets(targets), key)
 
 
-def _targets(given: Any) -> Tensor:
+def _targets(given: object) -> Tensor:
     """Return targets as a tensor, with all their digits; raise if they are no numbers."""
     given = as_tensors(given, torch.float64, "targets") if is_array(given) else given
     try:
@@ -292,7 +291,7 @@ class Readings:
 LOOKED = 3  # batches that are looked at for one with several samples
 
 
-def read_items(source: Iterable[Any], drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
+def read_items(source: Loader, drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
     """Yield what the source yields. Ctrl-C is raised at once while it is read, which may take any time."""
     ended = object()
     with drawing(), allow_interrupts():
@@ -314,7 +313,7 @@ class Data:
     several processes it is the part of this one; a Dataset is the whole, of which each process reads its part.
     """
 
-    source: Iterable[Any]
+    source: Loader
     device: torch.device
     target_key: str | None = None
     progress: bool = False
@@ -338,7 +337,7 @@ class Data:
         """What the sampler of the source says about the part that it gives, if it says anything."""
         return None if self.in_memory else share_of(self.source, self.name)
 
-    def with_source(self, source: Iterable[Any], name: str) -> Data:
+    def with_source(self, source: Loader, name: str) -> Data:
         """Return other data, read in the same way and by the same processes."""
         return Data(
             source, self.device, self.target_key, self.progress, name, processes=self.processes, dtype=self.dtype,
@@ -495,7 +494,7 @@ class Data:
                 "Use no random augmentation, and drop_last=False."
             )
 
-    def _read(self, source: Iterable[Any]) -> Iterator[Any]:
+    def _read(self, source: Loader) -> Iterator[Any]:
         """Yield what the source yields, and draw its random numbers from the stream if there is one."""
         if self.in_memory:  # a list draws no random numbers
             return read_items(source, nullcontext)

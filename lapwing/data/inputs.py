@@ -49,7 +49,7 @@ def map_tensors(tree: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     return map_leaves(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf.changed(change))
 
 
-def as_tensors(tree: Any, dtype: torch.dtype, what: str = "inputs") -> Inputs:
+def as_tensors(tree: Inputs, dtype: torch.dtype, what: str = "inputs") -> Inputs:
     """Return the same nesting with every NumPy array and data frame as a tensor; everything else as it is.
 
     Floating-point numbers get the dtype, which is that of the model; whole numbers stay whole, for embeddings. NumPy is
@@ -116,7 +116,7 @@ def place_name(key: str) -> str:
     return key.rpartition(":")[0]
 
 
-def is_numbers(value: Any) -> bool:
+def is_numbers(value: object) -> bool:
     """Return whether the value is a list or tuple of numbers, nested or not, without any tensor.
 
     >>> is_numbers([[0.5, 1.0], [2.0, 3.0]]), is_numbers([(0.5, torch.zeros(2))]), is_numbers([])
@@ -157,17 +157,17 @@ def call_model(model: Callable[..., Any], inputs: Inputs, **more: Any) -> Any:
     return model(inputs, **more)
 
 
-def has_argument(model: Callable[..., Any], name: str) -> bool:
+def has_argument(model: Callable[..., object], name: str) -> bool:
     """Return whether the model's signature has an argument of this name."""
     return name in _signature(model).parameters
 
 
-def _signature(model: Callable[..., Any]) -> inspect.Signature:
+def _signature(model: Callable[..., object]) -> inspect.Signature:
     return inspect.signature(getattr(model, "forward", model))
 
 
 def accepts_arguments(
-    model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    model: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
 ) -> bool:
     """Return whether the model's signature takes these arguments."""
     try:
@@ -365,7 +365,7 @@ def merge_batches(batches: Iterable[Batch], rows: int | Callable[[Inputs], int])
         yield _concat(waiting)
 
 
-def _row_form(batch: Batch) -> tuple[Any, ...] | None:
+def _row_form(batch: Batch) -> tuple[object, ...] | None:
     """Return shapes and dtypes of the rows of inputs and targets; None if the inputs are not one tensor of rows."""
     x, y = batch.inputs, batch.targets
     if not isinstance(x, Tensor) or not x.ndim or not y.ndim or len(x) != len(y):

@@ -23,6 +23,7 @@ from lapwing.errors import ProcessError, UnsupportedError
 from lapwing.runtime.settings import describe
 
 T = TypeVar("T")
+Form = tuple[tuple[int, ...], torch.dtype]  # of a tensor that is sent
 
 ACTS = ("end", "sum", "number", "value", "rows", "copy")  # what a process may be about to do
 ONE_MESSAGE = 2**17  # numbers up to which a tensor is sent with others in one message
@@ -41,12 +42,12 @@ class Processes:
     (1, [tensor([1., 1.])], ['a value'])
     """
 
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
 
     @classmethod
-    def of(cls, group: Any) -> Processes:
+    def of(cls, group: object) -> Processes:
         """Return the processes of a group; this process alone if it is None."""
         if group is None:
             return ALONE
@@ -59,10 +60,10 @@ class Processes:
             )
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[Processes], tuple[()]]:
         return Processes, ()  # a copy in a file or in another process is alone
 
-    def __deepcopy__(self, memo: Any) -> Processes:
+    def __deepcopy__(self, memo: object) -> Processes:
         return self
 
     @property
@@ -194,7 +195,7 @@ class Processes:
             return [list(job()) for job in jobs]
         owners = self.job_owners(work)
         done = {i: list(job()) for i, job in enumerate(jobs) if owners[i] == self.rank}
-        forms: dict[int, Any] = {}
+        forms: dict[int, list[Any]] = {}
         for part in self.gather_values({i: [_shape_and_dtype(t) for t in result] for i, result in done.items()}):
             forms |= part
         results: list[list[Any]] = [[None] * len(forms[i]) for i in range(len(jobs))]
@@ -280,14 +281,14 @@ class Processes:
         if isinstance(error, Exception) and any(each != told[0] for each in told):
             raise self._process_error(told) from error
 
-    def _process_error(self, told: Sequence[Any]) -> ProcessError:
+    def _process_error(self, told: Sequence[tuple[str, str] | None]) -> ProcessError:
         """Return the error of all processes; ``told`` has the name and the message of an error, or None, for each."""
-        failed = [i for i, each in enumerate(told) if each is not None]
+        failed = [(i, each) for i, each in enumerate(told) if each is not None]
         more = f" (so did {len(failed) - 1} more)" if len(failed) > 1 else ""
-        name, message = told[failed[0]]
-        return ProcessError(f"process {failed[0]} of {self.size} failed{more}: {name}: {message}", failed[0])
+        rank, (name, message) = failed[0]
+        return ProcessError(f"process {rank} of {self.size} failed{more}: {name}: {message}", rank)
 
-    def _exchange_values(self, value: Any, act: str = "") -> list[Any]:
+    def _exchange_values(self, value: T, act: str = "") -> list[T]:
         """Return a value of each process; with an act, the word about it carries the size."""
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         if act:
@@ -324,11 +325,12 @@ class Processes:
 
     def _broadcast(self, tensor: Tensor, owner: int) -> Tensor:
         sent = tensor.to(self._home, copy=True).contiguous()
+        assert self.group is not None
         source = dist.get_global_rank(self.group, owner)
         self._run_exchange(lambda: dist.broadcast(sent, source, group=self.group))
         return sent.reshape(tensor.shape)
 
-    def _run_exchange(self, send: Callable[[], Any]) -> None:
+    def _run_exchange(self, send: Callable[[], object]) -> None:
         """Run an exchange; raise if a process is lost."""
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -348,14 +350,14 @@ def in_all_processes(call: Call) -> Call:
     """Decorate a function with an argument ``process_group``: an error in one of the processes is raised in all."""
 
     @functools.wraps(call)
-    def run(*args: Any, process_group: Any = None, **kwargs: Any) -> Any:
+    def run(*args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> Any:
         with Processes.of(process_group).share_errors():
             return call(*args, process_group=process_group, **kwargs)
 
     return run  # type: ignore[return-value]
 
 
-def _shape_and_dtype(tensor: Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
+def _shape_and_dtype(tensor: Tensor | None) -> Form | None:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from lapwing.runtime.settings import DATA, FLAG, KEY, Rule, describe, integer, i
 __all__ = ["OneSample", "Part", "SampleSet", "Weighted", "unpacked", "weighted"]
 
 
+T = TypeVar("T")
+Loader = Iterable[Any]  # yields batches in any form that a user has
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
@@ -57,7 +59,7 @@ class Weighted:
 class WeightedBatches:
     """A loader whose items hold weights; made by ``weighted``."""
 
-    loader: Iterable[Any]
+    loader: Loader
     key: str
     target_key: str | None
 
@@ -88,7 +90,7 @@ class WeightedBatches:
         )
 
 
-def weighted(data: Iterable[Any], key: str = "weights", target_key: str | None = None) -> Iterable[Any]:
+def weighted(data: Loader, key: str = "weights", target_key: str | None = None) -> Loader:
     """Return data whose batches hold a weight for each sample, for ``fit``, ``train`` and ``updated``.
 
     A sample of weight w counts w times: in the loss, the curvature, the evidence, the number of data and the noise that
@@ -126,7 +128,7 @@ def weighted(data: Iterable[Any], key: str = "weights", target_key: str | None =
     return list(batches) if isinstance(data, list) else batches  # a list is the same at every pass
 
 
-def target_name(item: Mapping[Any, Any], target_key: str | None) -> Any:
+def target_name(item: Mapping[str, Any], target_key: str | None) -> str:
     """Return the key of the targets in a batch that is a mapping; raise if there is none."""
     keys = [target_key] if target_key else [key for key in TARGET_KEYS if key in item]
     if not keys or keys[0] not in item:
@@ -137,7 +139,7 @@ def target_name(item: Mapping[Any, Any], target_key: str | None) -> Any:
     return keys[0]
 
 
-def as_weights(given: Any, n_samples: int, device: torch.device, where: str) -> Tensor:
+def as_weights(given: object, n_samples: int, device: torch.device, where: str) -> Tensor:
     """Return the weights (B,) in float64; raise if they are no weights of so many samples."""
     try:
         weights = torch.as_tensor(given).detach().to(device)
@@ -181,7 +183,7 @@ class Part(Sampler[int]):
     [0, 1, 2, 3, 4]
     """
 
-    def __init__(self, dataset: Sized, process_group: Any, shuffle: bool = False, seed: int = 0) -> None:
+    def __init__(self, dataset: Sized, process_group: object, shuffle: bool = False, seed: int = 0) -> None:
         Rule("a data set with a length", lambda v: len(v) >= 0).check("dataset", dataset)
         FLAG.check("shuffle", shuffle)
         integer(0).check("seed", seed)
@@ -238,7 +240,7 @@ class Share:
             )
 
 
-def _samplers(source: Any) -> Iterator[Part | DistributedSampler[Any]]:
+def _samplers(source: object) -> Iterator[Part | DistributedSampler[Any]]:
     """Yield the samplers of a loader that give parts."""
     source = getattr(source, "loader", source)  # of lw.samples.unpacked
     batches = getattr(source, "batch_sampler", None)
@@ -247,7 +249,7 @@ def _samplers(source: Any) -> Iterator[Part | DistributedSampler[Any]]:
             yield sampler
 
 
-def share_of(source: Any, name: str = "data") -> Share | None:
+def share_of(source: object, name: str = "data") -> Share | None:
     """Return the part that a loader gives, or None if its sampler does not say; raise if a repeated row is not last."""
     sampler = next(_samplers(source), None)
     if isinstance(sampler, Part):
@@ -270,13 +272,13 @@ def share_of(source: Any, name: str = "data") -> Share | None:
     return Share(sampler.rank, parts, rows, sampler.num_samples - rows, mixed=True)
 
 
-def next_epoch(source: Any, epoch: int) -> None:
+def next_epoch(source: object, epoch: int) -> None:
     """Tell the sampler of a loader the number of the epoch, as PyTorch asks for one that shuffles parts."""
     for sampler in _samplers(source):
         sampler.set_epoch(epoch)
 
 
-def refuse_copies(marks: Sequence[Any], name: str, same: Callable[[Any, Any], bool] = operator.eq) -> None:
+def refuse_copies(marks: Sequence[T | None], name: str, same: Callable[[T, T], bool] = operator.eq) -> None:
     """Raise if two processes have the same mark of their data; None stands for no mark."""
     known = [(rank, mark) for rank, mark in enumerate(marks) if mark is not None]
     for (one, first), (other, second) in combinations(known, 2):
@@ -431,7 +433,7 @@ def to_sample_set(leaf: Any) -> Any:
 class Unpacked:
     """A loader whose items are unpacked by a function; made by ``unpacked``."""
 
-    loader: Iterable[Any]
+    loader: Loader
     unpack: Callable[[Any], tuple[Any, Any]]
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -441,7 +443,7 @@ class Unpacked:
         return len(self.loader)  # type: ignore[arg-type]
 
 
-def unpacked(loader: Iterable[Any], unpack: Callable[[Any], tuple[Any, Any]]) -> Unpacked:
+def unpacked(loader: Loader, unpack: Callable[[Any], tuple[Any, Any]]) -> Unpacked:
     """Return a loader whose batches are what ``unpack`` makes of each item: ``(inputs, targets)``.
 
     Args:

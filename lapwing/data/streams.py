@@ -10,7 +10,7 @@ one batch of inputs only if the network was fitted to inputs in that form. The s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
@@ -41,7 +41,7 @@ from lapwing.data.inputs import (
     tensors_in,
 )
 from lapwing.data.processes import ALONE, Processes
-from lapwing.data.samples import TARGET_KEYS, share_of
+from lapwing.data.samples import TARGET_KEYS, Loader, share_of
 from lapwing.errors import DataError
 from lapwing.runtime.settings import KEY, describe, is_data
 from lapwing.runtime.threads import ProgressBar, undisturbed, uniform
@@ -311,7 +311,7 @@ class InputStream:
         dtype: Of the tensors that batches of NumPy arrays become; None refuses arrays.
     """
 
-    source: Iterable[Any]
+    source: Loader
     device: torch.device
     places: frozenset[str] = frozenset()
     target_key: str | None = None
@@ -390,7 +390,7 @@ class InputStream:
             "are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, targets))."
         )
 
-    def _without_target(self, item: Mapping[Any, Any]) -> Inputs:
+    def _without_target(self, item: Mapping[str, Any]) -> Inputs:
         """Return a mapping without its target, if it has one; a key that the network has as input is none."""
         names = (self.target_key,) if self.target_key else TARGET_KEYS
         known = [k for k in names if k in item and not _is_place(f"inputs[{k!r}]", self.places)]
@@ -398,7 +398,7 @@ class InputStream:
         return inputs if any(True for _ in tensors_in(inputs)) else dict(item)
 
 
-def is_loader(x: Any, places: frozenset[str]) -> bool:
+def is_loader(x: object, places: frozenset[str]) -> bool:
     """Return whether x is a loader and not one batch of inputs of a network whose inputs have these places.
 
     >>> is_loader([torch.zeros(3, 2), torch.zeros(4, 2)], frozenset())
