@@ -19,7 +19,7 @@ from lapwing.likelihoods.base import Likelihood, energy, refuse_energy, refuse_i
 from lapwing.linalg.dense import centres_by_class, eigh, eigvalsh, smooth_whitening
 from lapwing.linalg.stochastic import Inducing
 from lapwing.methods.base import Conformance, Method, with_validation
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.cost import NUMBER, Cost, Work, Workload
 from lapwing.networks.functionals import is_single_map, last_features
 from lapwing.networks.network import Network
 from lapwing.networks.selection import last_layer
@@ -643,7 +643,7 @@ class FMGP(Method):
         points, batch = min(self.num_inducing, workload.data), self.batch_size
         kernel = points * (batch + points) * dimensions  # of a batch with the points, and of the points
         rows = workload.outputs * batch * points
-        step = 3 * Work(products=kernel + rows * points, cubes=points**3)  # with its gradient
+        step = 3 * Work(4 * NUMBER * rows, kernel + rows * points, points**3)  # with its gradient
         predict = Work(workload.forward, points * dimensions + workload.outputs * points**2)
         stored = 8 * (points * (dimensions + points + 1) + workload.outputs**2)
         peak = 8 * (workload.data * (dimensions + workload.outputs) + 6 * rows) + workload.activations
