@@ -223,7 +223,7 @@ def columns_of(posteriors: Mapping[str, Fitted], arguments: Namespace) -> Mappin
     for other, each in others:
         for option in COLUMNS:
             one, two = (p.columns.get(option, ()) for p in (first, each))
-            if one and two and one != two and not getattr(arguments, option):
+            if one and two and one != two and not vars(arguments)[option]:
                 raise DataError(
                     f"{name} was fitted with --{option} {','.join(one)} and {other} with --{option} {','.join(two)}; "
                     f"expected the same. Give --{option}, or evaluate them one by one."

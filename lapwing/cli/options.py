@@ -171,13 +171,13 @@ def make_reader(
     ``columns`` are those of a posterior: names that the fit was given, which hold where no option says otherwise.
     """
     roles = Roles(arguments.inputs, arguments.target, (*arguments.drop, *kept), arguments.classes)
-    known = Roles(*((() if getattr(arguments, option) else columns.get(option, ())) for option in COLUMNS))
+    known = Roles(*((() if vars(arguments)[option] else columns.get(option, ())) for option in COLUMNS))
     return Reader(model, roles, arguments.batch_size, labelled, labels, known)
 
 
 def columns_of_fit(arguments: Namespace, classes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Return the names that later commands need, for the file of the posterior."""
-    given = {option: getattr(arguments, option) for option in COLUMNS}
+    given = {option: vars(arguments)[option] for option in COLUMNS}
     return {option: names for option, names in {**given, "classes": classes}.items() if names}
 
 
@@ -218,7 +218,7 @@ def _files_read(arguments: Namespace) -> Iterator[tuple[str, Path]]:
     if module:
         yield "MODEL", Path(*module.split(".")).with_suffix(".py")
     for option in ("weights", "posterior", "data", "validation"):
-        given = getattr(arguments, option, None)
+        given = vars(arguments).get(option)
         if given is not None:
             yield f"--{option}", Path(given)
 

@@ -176,7 +176,7 @@ class MatrixFreeSolver:
             )
             for part in rhs.double().split(MOST)
         ]
-        x, residuals = (torch.cat([getattr(p, name) for p in parts]) for name in ("x", "residuals"))
+        x, residuals = torch.cat([part.x for part in parts]), torch.cat([part.residuals for part in parts])
         return Solution(x, residuals, max(part.iterations for part in parts), parts[0].tolerance)
 
     def deviance(self) -> Tensor:

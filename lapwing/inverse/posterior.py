@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -501,7 +500,7 @@ def _at_least_single(tangent: ImageTangent) -> ImageTangent:
     return tangent if tangent.dtype in (torch.float32, torch.float64) else tangent.to(torch.float32)
 
 
-def _measurements(y: Any, rows: int, device: torch.device) -> Tensor:
+def _measurements(y: object, rows: int, device: torch.device) -> Tensor:
     """Return y (dy,) in float64; raise unless it is a finite real vector of this length."""
     if not isinstance(y, Tensor):
         raise DataError(f"y is a {type(y).__name__}; expected a tensor ({rows},).")

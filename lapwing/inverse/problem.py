@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.func import functional_call, jvp, vjp, vmap
 from lapwing.data.inputs import Inputs, check_finite, map_tensors, move_inputs
 from lapwing.errors import DataError, InputError, ModelError, UnsupportedError
 from lapwing.inverse.priors import ClassCovariance, class_covariance, same_classes
-from lapwing.linalg.operators import OperatorDesign, SparseOperator
+from lapwing.linalg.operators import MatrixDesign, OperatorDesign, SparseOperator
 from lapwing.linalg.ridge import WIDE, refuse_unpaired
 from lapwing.networks.forward import (
     REFUSED,
@@ -72,10 +72,10 @@ class LinearOperator(Protocol):
 class Movable(Protocol):
     """An operator that can be moved to another device and dtype."""
 
-    def to(self, device: Any = None, dtype: Any = None) -> Any: ...
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> LinearOperator: ...
 
 
-def moved_copy(operator: Movable, device: torch.device, dtype: torch.dtype) -> Any:
+def copy_to(operator: Movable, device: torch.device, dtype: torch.dtype) -> LinearOperator:
     """Return the operator on a device and in a dtype; a module, which ``to`` would change in place, is copied."""
     operator = copy.deepcopy(operator) if isinstance(operator, nn.Module) else operator
     return operator.to(device=device, dtype=dtype)
@@ -90,7 +90,7 @@ class Observation:
     size: int
 
     @classmethod
-    def of(cls, operator: Any, size: int, like: Tensor) -> Observation:
+    def of(cls, operator: Tensor | LinearOperator | None, size: int, like: Tensor) -> Observation:
         """Check what a user gives as operator against ``size`` entries of the output.
 
         Raises:
@@ -113,7 +113,7 @@ class Observation:
                 f"the operator takes {operator.size} numbers and the network returns {size}; expected as many."
             )
         if isinstance(operator, Movable):
-            operator = moved_copy(operator, like.device, like.dtype)
+            operator = copy_to(operator, like.device, like.dtype)
         design = OperatorDesign(operator.rows, size, operator.forward, operator.back, operator.like)
         refuse_unpaired(design)
         return cls(operator, operator.rows, size)
@@ -139,10 +139,11 @@ class Observation:
 
     @cached_property
     def _double(self) -> LinearOperator:
-        operator: Any = self.operator
-        narrow = operator.like.dtype != torch.float64 and isinstance(operator, Movable)
-        wide: LinearOperator = moved_copy(operator, operator.like.device, torch.float64) if narrow else operator
-        return wide
+        operator = self.operator
+        assert operator is not None
+        if operator.like.dtype == torch.float64 or not isinstance(operator, Movable):
+            return operator
+        return copy_to(operator, operator.like.device, torch.float64)
 
     def basis(self, part: slice, like: Tensor) -> Tensor:
         """Return some rows of A, (K, dx)."""
@@ -158,28 +159,14 @@ class Observation:
         return 0.5 * (outer + outer.mT)
 
 
-def _describe(operator: Any) -> str:
+def _describe(operator: object) -> str:
     """Describe what is no operator; an array by its type alone."""
     return f"a {type(operator).__name__}" if hasattr(operator, "__array__") else describe(operator)
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixOperator:
+class MatrixOperator(MatrixDesign):
     """A matrix in memory as an operator."""
-
-    matrix: Tensor
-
-    @property
-    def rows(self) -> int:
-        return self.matrix.shape[0]
-
-    @property
-    def size(self) -> int:
-        return self.matrix.shape[1]
-
-    @property
-    def like(self) -> Tensor:
-        return self.matrix[:0, 0]
 
     def forward(self, v: Tensor) -> Tensor:
         return v @ self.matrix.mT
@@ -187,7 +174,7 @@ class MatrixOperator:
     def back(self, u: Tensor) -> Tensor:
         return u @ self.matrix
 
-    def to(self, device: Any = None, dtype: Any = None) -> MatrixOperator:
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> MatrixOperator:
         return MatrixOperator(self.matrix.to(device=device, dtype=dtype))
 
 
@@ -412,7 +399,7 @@ def _is_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.conv._ConvNd)
 
 
-def _tensor(out: Any) -> Tensor:
+def _tensor(out: object) -> Tensor:
     if not isinstance(out, Tensor) or not out.is_floating_point() or out.ndim == 0 or out.numel() == 0:
         given = f"shape {tuple(out.shape)} and dtype {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
         raise ModelError(f"the model returns {given}; expected a tensor (B, ...) of real numbers.")
@@ -554,7 +541,7 @@ def _filters(parameter: Tensor) -> int:
     return parameter.shape[0] if parameter.ndim else 1
 
 
-def bound_prior(given: Any, tangent: ImageTangent) -> ClassCovariance:
+def bound_prior(given: Prior | float, tangent: ImageTangent) -> ClassCovariance:
     """Return the prior of the selected weights; raise unless its covariance has a few classes."""
     PRIOR.check("prior", given)
     given = given if isinstance(given, Prior) else Isotropic(given)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, ModelError, UnsupportedError
+from lapwing.predictives.base import Predictive
 from lapwing.predictives.views import as_images
 from lapwing.runtime.settings import HasSettings
 from lapwing.runtime.state import Either, Flag, Later, ListOf, Real, State, Stored, state_of, values_from
@@ -19,6 +20,7 @@ from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 
 LOSS_WEIGHTS = ("class_weights", "pos_weight")  # settings that weight the loss
 OFFSET = Later(Either(Real(), ListOf(Real(), 1), ListOf(Real(), "C")))  # of logits, in files
+Numbers = float | tuple[float, ...] | Tensor  # one for all outputs, or one for each
 S = TypeVar("S", bound="LogitLikelihood")
 B = TypeVar("B", FunctionGaussian, FunctionSamples)
 
@@ -104,11 +106,11 @@ class Likelihood(HasSettings, Stored):
             (slope,) = torch.autograd.grad(self.loss(leaf, y).sum(), leaf)
         return slope
 
-    def predict(self, belief: FunctionGaussian) -> Any:
+    def predict(self, belief: FunctionGaussian) -> Predictive:
         """Return the predictive distribution of y, for each input by itself."""
         raise NotImplementedError
 
-    def predict_samples(self, samples: FunctionSamples) -> Any:
+    def predict_samples(self, samples: FunctionSamples) -> Predictive:
         """Return the predictive distribution of y from drawn functions; by default from their mean and covariance."""
         return self.predict(samples.gaussian)
 
@@ -149,10 +151,9 @@ class Likelihood(HasSettings, Stored):
         """Return a mask in the shape of ``y``, true for targets that are marked as unknown and do not count."""
         return torch.zeros_like(y, dtype=torch.bool)
 
-    def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
+    def known_log_prob(self, predictive: Predictive, y: Tensor) -> Tensor:
         """Return the log-probability of the targets that count, (B, [T]); it is zero where none does."""
-        log_prob: Tensor = predictive.log_prob(y)
-        return log_prob
+        return predictive.log_prob(y)
 
     def check_outputs(self, f: Tensor) -> None:
         """Raise ``ModelError`` if these are not the outputs that the likelihood takes."""
@@ -267,7 +268,7 @@ class LogitLikelihood(Likelihood):
 
     temperature: float | Tensor
     link_temperature: float
-    link_offset: float | tuple[float, ...] | Tensor | None = None
+    link_offset: Numbers | None = None
 
     @property
     def has_logits(self) -> bool:
@@ -282,6 +283,11 @@ class LogitLikelihood(Likelihood):
 
     def with_link_temperature(self: S, temperature: float) -> S:
         return replace(self, link_temperature=temperature)  # type: ignore[type-var]
+
+    @property
+    def loss_weights(self) -> Numbers | None:
+        """The weights of the loss that the network was trained with; None if all are one."""
+        return None
 
     @property
     def takes_offset(self) -> bool:
@@ -301,8 +307,7 @@ class LogitLikelihood(Likelihood):
         return belief if offset is None else belief.moved(offset)
 
     def state(self) -> State:
-        weighted = any(getattr(self, name, None) is not None for name in LOSS_WEIGHTS)
-        return state_of(self, corrected=True) if weighted else state_of(self)
+        return state_of(self) if self.loss_weights is None else state_of(self, corrected=True)
 
     @classmethod
     def from_state(cls: type[S], state: State, owner: Any = None) -> S:
@@ -315,7 +320,7 @@ class LogitLikelihood(Likelihood):
         return cls(**values)
 
 
-def offset_of(link_offset: Any, weights: Any) -> Tensor | None:
+def offset_of(link_offset: Numbers | None, weights: Numbers | None) -> Tensor | None:
     """Return the offset of the logits: the one given, less the logarithm of the weights of a weighted loss.
 
     A network that was trained with weights gives every class w times its odds. A weight of zero says nothing about the
@@ -328,7 +333,7 @@ def offset_of(link_offset: Any, weights: Any) -> Tensor | None:
     return sum(parts[1:], parts[0]) if parts else None
 
 
-def check_offset(likelihood: Any, count: int) -> None:
+def check_offset(likelihood: LogitLikelihood, count: int) -> None:
     """Raise unless the offset of the logits has one number, or one for each of ``count`` outputs."""
     size = 1 if likelihood.link_offset is None else torch.as_tensor(likelihood.link_offset).numel()
     if size not in (1, count):
@@ -352,7 +357,7 @@ def refuse_other_loss(likelihood: str, loss: Tensor, own: Tensor, remedy: str = 
         )
 
 
-def refuse_unused(likelihood: str, neutral: float = 1, /, **settings: Any) -> None:
+def refuse_unused(likelihood: str, neutral: float = 1, /, **settings: Numbers | None) -> None:
     """Raise if one of these settings differs from its neutral value: the predictive does not depend on it."""
     for name, value in settings.items():
         if value is not None and bool((torch.as_tensor(value) != neutral).any()):

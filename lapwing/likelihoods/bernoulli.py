@@ -14,6 +14,7 @@ from lapwing.errors import DataError
 from lapwing.likelihoods.base import (
     OFFSET,
     LogitLikelihood,
+    Numbers,
     OutputHessian,
     check_offset,
     divide_by_root,
@@ -134,6 +135,10 @@ class Bernoulli(LogitLikelihood):
 
     def predict(self, belief: FunctionGaussian) -> BinaryPredictive:
         return BinaryPredictive(self.link_input(belief.marginal), self.link)
+
+    @property
+    def loss_weights(self) -> Numbers | None:
+        return self.pos_weight
 
     @property
     def logit_offset(self) -> Tensor | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.likelihoods.base import (
     OFFSET,
     LogitLikelihood,
+    Numbers,
     OutputHessian,
     check_offset,
     divide_by_root,
@@ -22,7 +22,7 @@ from lapwing.likelihoods.base import (
     refuse_other_loss,
     refuse_unused,
 )
-from lapwing.predictives.base import check_distributions, is_soft
+from lapwing.predictives.base import Predictive, check_distributions, is_soft
 from lapwing.predictives.labels import LINKS, SoftmaxPredictive, SoftmaxSamples
 from lapwing.runtime.settings import (
     FINITE,
@@ -177,12 +177,11 @@ class Categorical(LogitLikelihood):
     def ignored(self, y: Tensor) -> Tensor:
         return torch.zeros_like(y, dtype=torch.bool) if y.is_floating_point() else y == self.ignore_index
 
-    def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
+    def known_log_prob(self, predictive: Predictive, y: Tensor) -> Tensor:
         if y.is_floating_point():  # probabilities, all of which count
             return super().known_log_prob(predictive, y)
         ignored = self.ignored(y)
-        log_prob: Tensor = predictive.log_prob(y.masked_fill(ignored, 0))
-        return log_prob.masked_fill(ignored, 0)
+        return predictive.log_prob(y.masked_fill(ignored, 0)).masked_fill(ignored, 0)
 
     def check_prediction(self) -> None:
         if self.link == "mc":
@@ -285,6 +284,10 @@ class Categorical(LogitLikelihood):
 
     def predict_samples(self, samples: FunctionSamples) -> SoftmaxSamples:
         return SoftmaxSamples((self.link_input(samples),))
+
+    @property
+    def loss_weights(self) -> Numbers | None:
+        return self.class_weights
 
     @property
     def logit_offset(self) -> Tensor | None:
