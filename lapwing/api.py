@@ -47,13 +47,13 @@ from lapwing.tuners.base import Tuner, check_tuner
 @in_all_processes
 def fit(
     model: nn.Module,
-    data: Iterable[Any] | None,
+    data: Iterable[object] | None,
     likelihood: Likelihood | str,
     *,
     method: Method | OverNetworks | Auto | str | None = None,
     weights: Weights | str | None = None,
     prior: Prior | float | None = None,
-    validation: Iterable[Any] | None = None,
+    validation: Iterable[object] | None = None,
     tuner: Tuner | None = None,
     target_key: str | None = None,
     output: str | int | tuple[str | int, ...] | None = None,
@@ -146,7 +146,7 @@ def fit(
 @in_all_processes
 def train(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[object],
     likelihood: Likelihood | str,
     *,
     recipe: Recipe | None = None,

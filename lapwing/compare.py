@@ -260,7 +260,7 @@ class Evaluations:
 @outside_autocast
 def evaluate(
     posteriors: Mapping[str, Fitted],
-    data: Iterable[Any],
+    data: Iterable[object],
     *,
     level: float = 0.95,
     confidence: float = 0.95,

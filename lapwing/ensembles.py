@@ -29,7 +29,7 @@ from lapwing.runtime.threads import Stream, should_show_progress
 @refuse_other_arguments
 def train_ensemble(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[object],
     likelihood: Likelihood | str,
     *,
     members: int = 5,

@@ -380,7 +380,7 @@ class Fitted:
         return self.posterior.variance_of(function, x)
 
     @outside_autocast
-    def jacobian(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
+    def jacobian(self, data: Iterable[object], *, progress: bool | None = None) -> Operator:
         """Return the Jacobian J of all outputs over these data as an operator (N C, P); no matrix is formed.
 
         ``J @ v`` and ``J.T @ u`` take many vectors at once. Rows of images are in the order (N, H, W, C).
@@ -401,7 +401,7 @@ class Fitted:
         return Operator.jacobian(design, self._refuse_changed)
 
     @outside_autocast
-    def ggn(self, data: Iterable[Any], *, progress: bool | None = None) -> Operator:
+    def ggn(self, data: Iterable[object], *, progress: bool | None = None) -> Operator:
         """Return the GGN Σ Jᵀ R Rᵀ J at unit dispersion over these data as an operator (P, P); no matrix is formed.
 
         Args:
@@ -422,7 +422,7 @@ class Fitted:
     @outside_autocast
     def evaluate(
         self,
-        data: Iterable[Any],
+        data: Iterable[object],
         *,
         level: float = 0.95,
         confidence: float = 0.95,
@@ -485,7 +485,7 @@ class Fitted:
     @outside_autocast
     def conformal(
         self,
-        calibration: Iterable[Any],
+        calibration: Iterable[object],
         level: float = 0.9,
         *,
         score: str | None = None,
@@ -551,7 +551,7 @@ class Fitted:
     @outside_autocast
     def abstain(
         self,
-        calibration: Iterable[Any],
+        calibration: Iterable[object],
         risk: float,
         confidence: float = 0.95,
         *,
@@ -611,7 +611,7 @@ class Fitted:
     @outside_autocast
     def ood(
         self,
-        calibration: Iterable[Any],
+        calibration: Iterable[object],
         *,
         by: str | None = None,
         rate: float = 0.05,
@@ -722,7 +722,7 @@ class Fitted:
     @outside_autocast
     def report(
         self,
-        data: Iterable[Any],
+        data: Iterable[object],
         path: str | Path,
         *,
         title: str | None = None,
@@ -852,7 +852,7 @@ class Fitted:
     @torch.inference_mode(False)  # as for fit
     def updated(
         self,
-        data: Iterable[Any],
+        data: Iterable[object],
         *,
         target_key: str | None = None,
         generator: torch.Generator | None = None,
@@ -1012,7 +1012,7 @@ class Fitted:
             numbers += f", noise variance {_first_three(self.likelihood.noise_variance)}"
         return numbers
 
-    def _design(self, data: Iterable[Any], curvature: str, progress: bool | None) -> NetworkDesign:
+    def _design(self, data: Iterable[object], curvature: str, progress: bool | None) -> NetworkDesign:
         """Return the rows of the Jacobian over these data, times the root of the likelihood's curvature for "ggn"."""
         self._refuse_changed()
         if not self.base.of_one_network:

@@ -109,14 +109,14 @@ class FitInProgress:
     """What a call of ``fit`` was given, and what its steps have made of it so far; see ``STEPS``."""
 
     model: nn.Module
-    source: Iterable[Any]
+    source: Iterable[object]
     likelihood: Likelihood | str
     processes: Processes
     generator: torch.Generator | None
     method: Method | Auto
     weights: Weights | str | None
     prior: Prior | float | None  # None: to be learned
-    validation: Iterable[Any] | None
+    validation: Iterable[object] | None
     tuner: Tuner | None
     target_key: str | None
     output: str | int | tuple[str | int, ...] | None

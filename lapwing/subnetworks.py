@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +98,7 @@ SETTINGS = Rule("lw.baselines.SWAG(...)", lambda v: isinstance(v, SWAG))
 @torch.inference_mode(False)
 def by_variance(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[object],
     likelihood: Likelihood | str,
     n: float,
     *,
@@ -151,7 +150,7 @@ def by_variance(
 @torch.inference_mode(False)
 def by_swag(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[object],
     likelihood: Likelihood | str,
     n: float,
     *,
@@ -204,7 +203,7 @@ def by_swag(
 @torch.inference_mode(False)
 def by_gradient(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[object],
     likelihood: Likelihood | str,
     n: float,
     *,
@@ -243,7 +242,7 @@ def by_gradient(
 
 def problem_and_data(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[object],
     likelihood: Likelihood | str,
     within: Weights | str | None,
     prior: Prior | float | None,
@@ -339,7 +338,7 @@ POOL = 1000  # candidates that are compared at least, if there are so many
 @torch.inference_mode(False)
 def greedy(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[object],
     likelihood: Likelihood | str,
     n: float,
     *,

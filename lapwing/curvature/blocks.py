@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -352,7 +352,7 @@ class FactorSum:
         less = None if self._less is None else self._less.total()
         return [rows, summed, self._diagonal, less, torch.tensor(float(self._dropped), dtype=torch.float64)]
 
-    def value(self, totals: Sequence[Any]) -> Factor:
+    def value(self, totals: Sequence[Tensor]) -> Factor:
         """Return the factor with these ``totals``; one that nothing was added to is zero."""
         parts: list[Factor] = []
         rows, summed, diagonal, less, dropped = totals
@@ -484,7 +484,7 @@ class BlockSum:
         """Return the sums over the data of this process; None for one of which only data show the shape."""
         raise NotImplementedError
 
-    def value(self, totals: Sequence[Any]) -> BlockCurvature:
+    def value(self, totals: Sequence[Tensor]) -> BlockCurvature:
         """Return the curvature with these sums, which are those of ``totals`` over all processes."""
         raise NotImplementedError
 
@@ -598,7 +598,7 @@ class DiagonalSum(BlockSum):
     def totals(self) -> list[Tensor | None]:
         return [self._squares]
 
-    def value(self, totals: Sequence[Any]) -> DiagonalBlock:
+    def value(self, totals: Sequence[Tensor]) -> DiagonalBlock:
         return DiagonalBlock(totals[0].to(self._dtype))
 
 
@@ -696,5 +696,5 @@ class FullSum(BlockSum):
     def totals(self) -> list[Tensor | None]:
         return [self._gram.total()]
 
-    def value(self, totals: Sequence[Any]) -> FullBlock:
+    def value(self, totals: Sequence[Tensor]) -> FullBlock:
         return FullBlock(mirror(totals[0]))

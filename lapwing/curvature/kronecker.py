@@ -338,7 +338,7 @@ class _KroneckerSum(BlockSum):
         rows = torch.tensor(self._rows, dtype=torch.float64)
         return [*self._inp.totals(), *self._out.totals(), rows]
 
-    def value(self, totals: Sequence[Any]) -> KroneckerBlock:
+    def value(self, totals: Sequence[Tensor]) -> KroneckerBlock:
         half = len(totals) // 2
         return KroneckerBlock(self._inp.value(totals[:half]), self._out.value(totals[half:-1]), float(totals[-1]))
 

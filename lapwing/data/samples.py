@@ -28,7 +28,7 @@ __all__ = ["OneSample", "Part", "SampleSet", "Weighted", "unpacked", "weighted"]
 
 
 T = TypeVar("T")
-Loader = Iterable[Any]  # yields batches in any form that a user has
+Loader = Iterable[object]  # yields batches in any form that a user has
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 

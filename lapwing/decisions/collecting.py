@@ -110,7 +110,7 @@ class RowGroups:
 
 def grouped_rows(
     posterior: Fitted,
-    data: Iterable[Any],
+    data: Iterable[object],
     number: Callable[[Any, LabelledBatch, Numbers], Tensor],
     groups: Any,
     **keys: Any,
@@ -175,7 +175,9 @@ def label_batch(posterior: Fitted, batch: Batch, name: str) -> LabelledBatch:
     return LabelledBatch(batch.inputs, y, ~likelihood.ignored(y))
 
 
-def source_of(network: Network, data: Iterable[Any], name: str, target_key: str | None, progress: bool | None) -> Data:
+def source_of(
+    network: Network, data: Iterable[object], name: str, target_key: str | None, progress: bool | None
+) -> Data:
     """Return the data of a decision; reading them leaves a sketch of the rows."""
     DATA.check(name, data)
     shown = should_show_progress(progress)
@@ -216,7 +218,7 @@ def _remarks(
 
 def rows_of(
     posterior: Fitted,
-    data: Iterable[Any],
+    data: Iterable[object],
     number: Callable[[Any, LabelledBatch], Tensor],
     *,
     name: str = "calibration",

@@ -104,7 +104,7 @@ class Calibrated:
 
     def measure_coverage(
         self,
-        data: Iterable[Any],
+        data: Iterable[object],
         groups: Any,
         inside: Callable[[Any, LabelledBatch, Tensor], Tensor],
         keys: dict[str, Any],
@@ -153,7 +153,7 @@ class ConformalSets(Calibrated):
         return scores <= limits.to(scores)
 
     def coverage(
-        self, data: Iterable[Any], *, groups: Any = None, target_key: str | None = None, progress: bool | None = None
+        self, data: Iterable[object], *, groups: Any = None, target_key: str | None = None, progress: bool | None = None
     ) -> Coverage:
         """Return how often the sets hold the label on other data with targets, and their mean size.
 
@@ -200,7 +200,7 @@ class ConformalIntervals(Calibrated):
         return mean - half, mean + half
 
     def coverage(
-        self, data: Iterable[Any], *, groups: Any = None, target_key: str | None = None, progress: bool | None = None
+        self, data: Iterable[object], *, groups: Any = None, target_key: str | None = None, progress: bool | None = None
     ) -> Coverage:
         """Return how often the intervals hold the target on other data, over all outputs, and their mean width.
 
@@ -220,7 +220,7 @@ class ConformalIntervals(Calibrated):
 
 
 def conformal_of(
-    posterior: Fitted, calibration: Iterable[Any], level: float, *, score: str | None, groups: Any,
+    posterior: Fitted, calibration: Iterable[object], level: float, *, score: str | None, groups: Any,
     target_key: str | None, progress: bool | None, seed: int,
 ) -> ConformalSets | ConformalIntervals:  # fmt: skip
     """Return calibrated sets or intervals; see ``Fitted.conformal``."""

@@ -109,7 +109,7 @@ class Scored:
 
 
 def score_posteriors(
-    posteriors: Mapping[str, tuple[Fitted, Posterior]], data: Iterable[Any], level: float, target_key: str | None,
+    posteriors: Mapping[str, tuple[Fitted, Posterior]], data: Iterable[object], level: float, target_key: str | None,
     progress: bool | None,
 ) -> dict[str, Scored]:  # fmt: skip
     """Return the numbers of all data under several posteriors, from one pass over the data.
@@ -524,8 +524,8 @@ class Evaluation:
 
 
 def evaluation_of(
-    posterior: Fitted, data: Iterable[Any], *, level: float, confidence: float, resamples: int, target_key: str | None,
-    progress: bool | None, generator: torch.Generator | None,
+    posterior: Fitted, data: Iterable[object], *, level: float, confidence: float, resamples: int,
+    target_key: str | None, progress: bool | None, generator: torch.Generator | None,
 ) -> Evaluation:  # fmt: skip
     """Return the scores of a posterior beside the plain network's; see ``Fitted.evaluate``."""
     plain = plain_of(posterior)

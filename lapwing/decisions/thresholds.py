@@ -117,7 +117,7 @@ class Abstention:
 
 
 def abstention_of(
-    posterior: Fitted, calibration: Iterable[Any], risk: float, confidence: float, *, by: str | None,
+    posterior: Fitted, calibration: Iterable[object], risk: float, confidence: float, *, by: str | None,
     tolerance: float | None, target_key: str | None, progress: bool | None,
 ) -> Abstention:  # fmt: skip
     """Return the rule that answers most; see ``Fitted.abstain``."""
@@ -283,7 +283,7 @@ class Detector:
 
 
 def detector_of(
-    posterior: Fitted, calibration: Iterable[Any], *, by: str | None, rate: float, target_key: str | None,
+    posterior: Fitted, calibration: Iterable[object], *, by: str | None, rate: float, target_key: str | None,
     progress: bool | None,
 ) -> Detector:  # fmt: skip
     """Return a detector; see ``Fitted.ood``."""

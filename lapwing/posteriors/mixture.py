@@ -42,6 +42,7 @@ from lapwing.runtime.trace import TRACE, Trace
 from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples, differentiable_beliefs
 from lapwing.values.outputs import Query
 
+Draws = Callable[[Posterior, int], Tensor]  # from a posterior and a number to so many draws
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
 SHOWN = 4  # offsets of the logits that a summary lists
 RARE = 1e-2  # weight below which a belief is dropped: each costs a product with the Jacobian at every prediction
@@ -301,7 +302,14 @@ class MixturePosterior(Posterior):
             base.require(capability, what)
         return self.members
 
-    def _draw(self, n: int, generator: torch.Generator | None, draws: Any, centre: Any, like: Tensor) -> Tensor:
+    def _draw(
+        self,
+        n: int,
+        generator: torch.Generator | None,
+        draws: Draws,
+        centre: Callable[[Posterior], Tensor],
+        like: Tensor,
+    ) -> Tensor:
         """Return n draws, (n, *like.shape): cells by their weights, then draws of their belief, spread by the cell.
 
         A belief is asked once for the draws of all its cells: methods with stored samples return the first ones.

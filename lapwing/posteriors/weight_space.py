@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class SummedBy:
         return replace(state_of(method, name=type(method).__name__), name="SummedBy")
 
     @classmethod
-    def from_state(cls, state: State) -> Any:
+    def from_state(cls, state: State) -> SumsData:
         """Build the method again."""
         name = state.settings.get("name")
         known = stored_fields(_METHODS[name]) if name in _METHODS else {}

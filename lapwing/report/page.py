@@ -271,7 +271,7 @@ SEED = Rule("an integer, or None", lambda v: v is None or is_integer(v))
 
 
 def write_report(
-    posterior: Fitted, data: Iterable[Any], path: str | Path, *, title: str | None, level: float, resamples: int,
+    posterior: Fitted, data: Iterable[object], path: str | Path, *, title: str | None, level: float, resamples: int,
     seed: int | None, command: str | None, date: str | None, target_key: str | None, progress: bool | None,
 ) -> Report:  # fmt: skip
     """Write the page of a posterior and return it; see ``Fitted.report``."""

@@ -340,7 +340,7 @@ class UncertainInputs:
 
 
 def find_uncertain_inputs(
-    posterior: Fitted, data: Iterable[Any], target_key: str | None, progress: bool | None
+    posterior: Fitted, data: Iterable[object], target_key: str | None, progress: bool | None
 ) -> UncertainInputs:
     """Return the most uncertain of the first 2,000 inputs. Cost: their predictions."""
     rows: list[UncertainInput] = []

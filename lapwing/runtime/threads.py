@@ -341,7 +341,7 @@ class ProgressBar(Generic[T]):
             self._bar.set_postfix_str(text)
 
 
-def _bar(items: Iterable[Any], label: str, first: int, leave: bool) -> Any:
+def _bar(items: Iterable[object], label: str, first: int, leave: bool) -> Any:
     try:
         from tqdm.auto import tqdm
     except ImportError:

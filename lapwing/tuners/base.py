@@ -424,7 +424,7 @@ def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> It
 
 
 @outside_autocast
-def evidence_bound(posterior: Any, data: Iterable[Any] | Data, block: int = 32) -> Tensor:
+def evidence_bound(posterior: Any, data: Iterable[object] | Data, block: int = 32) -> Tensor:
     r"""Return a lower bound of the log evidence of ``Full()``, from the kernels of blocks of data (Immer et al. 2023).
 
     $$ \log p(D \mid \tilde w) - \tfrac12 \|\tilde w - \mu\|_A^2
@@ -498,7 +498,7 @@ class MaximiseBound(TunerWithSettings):
     20
     """
 
-    data: Iterable[Any] | Data | None = setting(None, DATA | NONE)
+    data: Iterable[object] | Data | None = setting(None, DATA | NONE)
     block: int = setting(32, integer())
     steps: int = setting(300, integer())
     rate: float = setting(0.1, POSITIVE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -193,7 +193,7 @@ class SampleEM(TunerWithSettings):
     'SampleEM'
     """
 
-    data: Iterable[Any] | Data | None = setting(None, DATA | NONE)
+    data: Iterable[object] | Data | None = setting(None, DATA | NONE)
     mode: str = setting("tangent", one_of(MODES))
     noise: bool = setting(False, FLAG)
     max_steps: int = setting(50, integer())

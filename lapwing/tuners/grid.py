@@ -209,7 +209,7 @@ def nll(predictive: Predictive, y: Tensor) -> Tensor:
 
 
 def held_out_scores(
-    candidates: Sequence[Posterior], source: Iterable[Any] | Data, metric: Metric, folds: int = 1
+    candidates: Sequence[Posterior], source: Iterable[object] | Data, metric: Metric, folds: int = 1
 ) -> Tensor:
     """Return the metric of each candidate on each fold, (folds, candidates); folds without data are left out.
 
@@ -282,7 +282,7 @@ def _storages(value: Any) -> dict[int, int]:
     """Return the bytes of all tensors in the value by their address, so that shared memory counts once."""
     if isinstance(value, Tensor):
         return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()}
-    inside: Iterable[Any] = value if isinstance(value, tuple | list) else ()
+    inside: Iterable[object] = value if isinstance(value, tuple | list) else ()
     if isinstance(value, Mapping) or is_dataclass(value):
         inside = (value if isinstance(value, Mapping) else vars(value)).values()
     return {address: count for each in inside for address, count in _storages(each).items()}
@@ -360,7 +360,7 @@ class Grid(TunerWithSettings):
     3
     """
 
-    data: Iterable[Any] | Data = setting(EVIDENCE, DATA | Rule(repr(EVIDENCE), lambda v: v == EVIDENCE))
+    data: Iterable[object] | Data = setting(EVIDENCE, DATA | Rule(repr(EVIDENCE), lambda v: v == EVIDENCE))
     precisions: Sequence[float] = setting(PRECISIONS, POSITIVE_VALUES)
     metric: Metric = setting(nll, METRIC)
 
@@ -408,7 +408,7 @@ class CrossValidated(TunerWithSettings):
     True
     """
 
-    data: Iterable[Any] | Data = required(DATA)
+    data: Iterable[object] | Data = required(DATA)
     precisions: Sequence[float] = setting(PRECISIONS, POSITIVE_VALUES)
     metric: Metric = setting(nll, METRIC)
     folds: int = setting(5, integer(2))
@@ -458,7 +458,7 @@ class Temperature(TunerWithSettings):
     True
     """
 
-    data: Iterable[Any] | Data = required(DATA)
+    data: Iterable[object] | Data = required(DATA)
     temperatures: Sequence[float] = setting(TEMPERATURES, POSITIVE_VALUES)
     metric: Metric = setting(nll, METRIC)
 

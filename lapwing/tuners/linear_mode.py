@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -152,7 +152,7 @@ class LinearMode(TunerWithSettings):
     'LinearMode'
     """
 
-    data: Iterable[Any] | Data | None = setting(None, DATA | NONE)
+    data: Iterable[object] | Data | None = setting(None, DATA | NONE)
     mean: str = setting("network", one_of(MEANS))
     refit: Method | None = setting(None, METHOD | NONE)
     rounds: int = setting(3, integer())

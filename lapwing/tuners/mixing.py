@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -269,7 +269,7 @@ class Integrate(TunerWithSettings):
     torch.Size([2, 1])
     """
 
-    data: Iterable[Any] | Data = required(DATA)
+    data: Iterable[object] | Data = required(DATA)
     ratios: Sequence[float] | None = setting(None, POSITIVE_VALUES | EMPTY | NONE)
     temperatures: Sequence[float] = setting(TEMPERATURES, POSITIVE_VALUES)
     offsets: Sequence[float] = setting(WIDTHS, POSITIVE_VALUES | EMPTY)
@@ -528,7 +528,7 @@ class Budget(TunerWithSettings):
     torch.Size([3, 2])
     """
 
-    data: Iterable[Any] | Data | None = setting(None, DATA | NONE)
+    data: Iterable[object] | Data | None = setting(None, DATA | NONE)
     budget: float = setting(0.0035, POSITIVE)
     ratios: Sequence[float] = setting(BUDGET_RATIOS, POSITIVE_VALUES)
     points: int = setting(700, integer())
