@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from lapwing.data.inputs import Inputs
-from lapwing.decisions.collecting import LabelledBatch, Numbers, RowGroups, group_numbers, grouped_rows, input_batches
-from lapwing.decisions.evaluation import warn_of_units
+from lapwing.decisions.collecting import (
+    LabelledBatch,
+    Numbers,
+    RowGroups,
+    group_numbers,
+    grouped_rows,
+    input_batches,
+    warn_of_units,
+)
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.predictives.base import LabelPredictive, NumberPredictive, Predictive
 from lapwing.runtime.settings import PROBABILITY, integer, one_of
