@@ -33,7 +33,7 @@ class Method(HasSettings):
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> Posterior:
         """Return the posterior after the pass over the data."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no fit(problem, data, generator)")
 
     def with_early_stopping(self: M, validation: Data) -> M:
         """Return the method with these validation data, if it learns in steps and keeps the best state on them."""

@@ -126,7 +126,7 @@ class Posterior(Tunable):
 
     def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
         """Return the belief about all or some outputs at x, with the covariance between inputs if the query asks it."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no belief(x, query)")
 
     def __call__(self, x: Inputs, joint: bool = False) -> FunctionGaussian:
         """Return the belief about all outputs at x, with the covariance between inputs if joint."""

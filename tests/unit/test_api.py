@@ -382,6 +382,14 @@ def test_training_in_inference_mode(x: Tensor, y: Tensor) -> None:
     assert torch.equal(trained.posterior.network.theta(), expected.posterior.network.theta())
 
 
+def test_a_plain_class_with_fit_is_no_method(x: Tensor, y: Tensor) -> None:
+    class Plain:
+        def fit(self, problem: Any, data: Any, generator: Any = None) -> Any: ...
+
+    with pytest.raises(lw.errors.UnsupportedError, match="whose class inherits from Method"):
+        lw.fit(net(), [(x, y)], "classification", method=Plain())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("needed", [False, True])
 def test_a_method_says_whether_it_needs_a_prior(needed: bool, x: Tensor, y: Tensor) -> None:
     """Where it does, the prior is learned before the fit; else it comes to the fit open, as for other methods."""
