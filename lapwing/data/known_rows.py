@@ -30,6 +30,7 @@ INPUT_BITS, TARGET_BITS = 40, 22
 WIDTH = 2**14  # words of a row that are hashed; a wider one is added up to so many
 SHORT = {torch.bool, torch.uint8, torch.int8, torch.int16}  # whole numbers that float32 holds
 NUMBERS = 2**18  # numbers that are hashed at a time
+WAITING = 2**11  # numbers of small batches that are mixed at once
 TOTAL = 2**53
 LEAST = 0.1  # share of reused rows that is worth a remark
 ERRORS = 4.0  # standard errors by which the share must exceed the expected one
@@ -184,7 +185,7 @@ class Sketching:
         self.sums.append(sums)
         self.rows += count
         self.waiting += count
-        if self.waiting > TRAINING:
+        if self.waiting > WAITING:
             self._mix()
 
     def _mix(self) -> None:
@@ -305,14 +306,14 @@ def _pattern(seed: int, device: torch.device) -> Tensor:
 
 def _mixed(h: Tensor) -> Tensor:
     """Return integers whose bits depend on all bits of h, one to one."""
-    h = (h ^ _shifted(h, 30)) * -0x40A7B892E31B1A47
-    h = (h ^ _shifted(h, 27)) * -0x6B2FB644ECCEEE15
-    return h ^ _shifted(h, 31)
+    h = (h ^ _shifted(h, 30)).mul_(-0x40A7B892E31B1A47)
+    h = h.bitwise_xor_(_shifted(h, 27)).mul_(-0x6B2FB644ECCEEE15)
+    return h.bitwise_xor_(_shifted(h, 31))
 
 
 def _shifted(h: Tensor, bits: int) -> Tensor:
     """Return h shifted to the right, with zeros from the left."""
-    return (h >> bits) & ((1 << (64 - bits)) - 1)
+    return (h >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _inputs_of(marks: Tensor) -> Tensor:
