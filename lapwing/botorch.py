@@ -60,7 +60,7 @@ class LapwingModel(Model):  # type: ignore[misc]
             the model's posterior is about the targets before it.
 
     Raises:
-        UnsupportedError: If ``posterior`` is no fitted posterior of such a network, or for a likelihood that has no
+        UnsupportedError: If ``posterior`` is not a fitted posterior of such a network, or for a likelihood that has no
             noise variance.
 
     >>> import lapwing as lw
@@ -299,8 +299,9 @@ def surrogate(
         generator: The source of the frequencies; the global generator if None.
 
     Raises:
-        DataError: If X and Y are no matrices with as many rows, or bounds are not (2, d) with lower ones below upper
-            ones; if a number is not finite, or a row of X is outside of the bounds; if all observations are equal.
+        DataError: If X and Y are not matrices with equally many rows, if bounds are not (2, d) with lower ones below
+            upper ones, if a number is not finite, or a row of X is outside of the bounds, or if all observations are
+            equal.
         UnsupportedError: If ``noise_std`` is not a positive number.
 
     >>> X = torch.rand(12, 2, dtype=torch.float64)

@@ -265,7 +265,7 @@ def reliability_points(found: AnswerProbabilities, bins: int = 10) -> Reliabilit
 
 
 def wilson(share: float, count: int, level: float = 0.95) -> tuple[float, float]:
-    """Return the interval of a probability of which ``share`` was seen in ``count`` trials (Wilson 1927).
+    """Return the interval of the probability of an event that a ``share`` of ``count`` trials had (Wilson 1927).
 
     >>> [round(end, 3) for end in wilson(0.5, 10)]
     [0.237, 0.763]
@@ -684,7 +684,7 @@ def trace(result: Any, *, ax: Axes | None = None) -> Axes:
 
 
 def trace_with_steps(result: Any) -> Trace | None:
-    """Return the first trace with steps: the one given, that of the posterior, or that of what it varies; or None."""
+    """Return the first trace with steps: ``result``, its trace, or that of the posterior it varies; else None."""
     base = getattr(result, "base", None)
     for record in (result, getattr(result, "trace", None), getattr(base, "trace", None)):
         if any(math.isfinite(step.score) for step in getattr(record, "steps", ())):

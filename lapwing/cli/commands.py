@@ -245,7 +245,7 @@ def add_predict_options(parser: ArgumentParser) -> None:
     add_out(parser, "the predictions: a .csv, .npz or .parquet file")
     parser.add_argument(
         "--keep", type=names, default=(), metavar="NAMES",
-        help="columns of a table that are no inputs and are copied to the predictions, with commas",
+        help="columns of a table that are not inputs and are copied to the predictions, with commas",
     )  # fmt: skip
     add_data(parser, "the inputs; targets are not needed, and left out if they are there")
     add_common(parser)
@@ -398,7 +398,7 @@ COMMANDS: Mapping[str, Command] = {
         add_evaluate_options, run_evaluate,
     ),
     "predict": Command(
-        "predict new data and write a row for each: probabilities, or means and intervals, and what is not known",
+        "predict new data and write a row for each: probabilities, or means and intervals, and their uncertainty",
         add_predict_options, run_predict,
     ),
     "compare": Command(

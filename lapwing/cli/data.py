@@ -259,7 +259,7 @@ class Reader:
         """Return whole columns of a table, as they are in its file.
 
         Raises:
-            DataError: If the data are no table, or it has no such column.
+            DataError: If the data are not a table, or it lacks one of the columns.
         """
         path = Path(given)
         kind = READERS.get(path.suffix.lower())

@@ -153,7 +153,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
             for cells in reader:
                 yield reader.line_num, cells
     except (UnicodeDecodeError, csv.Error) as error:
-        raise FileError(f"{path} is no csv file in UTF-8: {error}. Save it as one.") from error
+        raise FileError(f"{path} is not a csv file in UTF-8: {error}. Save it in this form.") from error
 
 
 def _number(cell: str) -> float | None:
@@ -275,7 +275,7 @@ def open_npz(path: Path) -> Iterator[zipfile.ZipFile]:
     except LapwingError:
         raise
     except Exception as error:  # of zipfile, of zlib, or of NumPy's headers
-        raise FileError(f"{path} is no npz file, or damaged: {error}. {NPZ_REMEDY}") from error
+        raise FileError(f"{path} is not an npz file, or is damaged: {error}. {NPZ_REMEDY}") from error
 
 
 def tensor_of(values: Any) -> Tensor | list[str]:
@@ -347,7 +347,7 @@ def _open_parquet(path: Path) -> Iterator[Any]:
     except LapwingError:
         raise
     except Exception as error:  # pyarrow has errors of its own
-        raise FileError(f"{path} is no parquet file, or damaged: {error}. Write it again.") from error
+        raise FileError(f"{path} is not a parquet file, or is damaged: {error}. Write it again.") from error
 
 
 READERS: dict[str, type[DataFile]] = {".npz": NpzFile, ".csv": CsvFile, ".parquet": ParquetFile}

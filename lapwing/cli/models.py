@@ -45,7 +45,7 @@ def import_object(path: str, option: str) -> object:
         option: The argument that the path was given for, for error messages.
 
     Raises:
-        UnsupportedError: If it is no import path, or the module or the name does not exist.
+        UnsupportedError: If it is not an import path, or the module or the name does not exist.
         UserCodeError: If the module cannot be imported.
 
     >>> import_object("torch.nn:Linear", "MODEL")
@@ -153,13 +153,13 @@ def _torch(path: Path) -> object:
     except pickle.UnpicklingError as error:
         objects = re.search(r"GLOBAL (\S+)", str(error))
         if objects is None:
-            raise FileError(f"{path} is no file of weights, or damaged. {REMEDY}") from error
+            raise FileError(f"{path} is not a file of weights, or is damaged. {REMEDY}") from error
         raise FileError(
             f"{path} holds the Python object {objects[1]}, and reading objects can run code; expected tensors alone. "
             f"{REMEDY}"
         ) from error
     except Exception as error:  # a damaged file may raise anything
-        raise FileError(f"{path} is no file of weights, or damaged ({type(error).__name__}). {REMEDY}") from error
+        raise FileError(f"{path} is not a file of weights, or is damaged ({type(error).__name__}). {REMEDY}") from error
 
 
 def _safetensors(path: Path) -> object:
@@ -170,7 +170,7 @@ def _safetensors(path: Path) -> object:
     try:
         return load_file(path)
     except Exception as error:
-        raise FileError(f"{path} is no safetensors file, or damaged: {error}. Save the weights again.") from error
+        raise FileError(f"{path} is not a safetensors file, or is damaged: {error}. Save the weights again.") from error
 
 
 def put_weights(model: nn.Module, given: Mapping[str, Tensor], path: Path) -> None:

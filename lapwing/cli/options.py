@@ -166,7 +166,7 @@ def make_reader(
     arguments: Namespace, model: nn.Module, labelled: bool = True, labels: bool = True, kept: tuple[str, ...] = (),
     columns: Mapping[str, tuple[str, ...]] = NO_COLUMNS,
 ) -> Reader:  # fmt: skip
-    """Return what reads the data of a command; columns that are kept for the output are no inputs.
+    """Return the reader of the data of a command; columns that are kept for the output are not inputs.
 
     ``columns`` are those of a posterior: names that the fit was given, which hold where no option says otherwise.
     """

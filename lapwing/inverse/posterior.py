@@ -221,7 +221,7 @@ class InversePosterior(Tunable):
 
     @property
     def unused_blocks(self) -> tuple[str, ...]:
-        """The blocks of the prior of which the measurements say, and that add, next to nothing."""
+        """The blocks of the prior that the measurements hardly determine, and that hardly widen the error bars."""
         prior = self.problem.prior
         each = prior.coefficients().detach() * self.belief.class_traces()
         total = each.new_zeros(max(prior.class_blocks) + 1)
@@ -361,7 +361,7 @@ class InversePosterior(Tunable):
             pairs: (e, 2) integers, flat positions i and j in the image.
 
         Raises:
-            DataError: If they are no such integers, or out of range.
+            DataError: If they are not integers of this shape, or out of range.
         """
         PAIRS.check("pairs", pairs)
         network = self.problem.network
@@ -404,7 +404,7 @@ def refuse_other_tuners(tuner: Tuner | None) -> None:
 
 SOLVERS = ("auto", "exact", "cg")
 DOUBLE = 2**28  # rows times weights up to which a float32 network is computed in float64
-PIXELS = 4  # times the measurements: up to so many pixels the class matrices of the image are computed
+PIXELS = 4  # pixels for each measurement, up to which the class matrices of the image are computed
 ONE = {".*": "weights"}  # the blocks of the default prior; one for each layer has error bars that are too narrow
 NOISE = Rule(
     "a positive number whose square is one too", lambda v: NUMBER.holds(v) and 1e-150 < float(v) < 1e150, DataError
@@ -461,7 +461,7 @@ def fit(
         DataError: If y, the operator or the noise is unusable, or their sizes do not match the output.
         ModelError: If the model is in training mode or has no weights of this kind.
         NumericalError: If ``back`` of the operator is not the transpose of ``forward``.
-        UnsupportedError: If the prior's covariance is no sum of a few fixed matrices.
+        UnsupportedError: If the prior's covariance is not a sum of a few fixed matrices.
         DivergedError: If a hyperparameter has no optimum.
 
     >>> net = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv1d(4, 1, 3, padding=1))

@@ -225,7 +225,7 @@ class ClassCovariance:
 
     @cached_property
     def _halved(self) -> tuple[int, ...]:
-        """The classes of pairs of two taps, of which ``TapGrid.add_grams`` adds each once."""
+        """The classes of pairs of two different taps: ``TapGrid.add_grams`` adds only half of their matrices."""
         pairs = ((n, s) for part in self.parts for n, s in zip(part.classes, part.grid.squares, strict=True))
         return tuple(sorted({number for number, square in pairs if square}))
 
@@ -268,9 +268,9 @@ class DiagonalCovariance(BoundPrior, ClassCovariance):
         """Return the prior; raise unless its covariance has a few classes."""
         if prior.scale is not None or prior.selection.index is not None or (prior.values.ndim and not prior.members):
             raise UnsupportedError(
-                "the covariance of this prior is no sum of a few fixed matrices: it has one precision for each weight, "
-                "a scale from the curvature, or single weights of parameters; expected isotropic(), per_layer() or "
-                "grouped() over whole parameters."
+                "the covariance of this prior is not a sum of a few fixed matrices: it has one precision for each "
+                "weight, a scale from the curvature, or single weights of parameters; expected isotropic(), "
+                "per_layer() or grouped() over whole parameters."
             )
         return cls(prior.given, prior.selection, prior.values, prior.counts, prior.members, prior.mean)
 
@@ -326,7 +326,7 @@ def _block_name(given: FilterGP, name: str) -> str:
         matches = {pattern for pattern in given.blocks if re.fullmatch(pattern, name)}
     except re.error as error:
         raise UnsupportedError(
-            f"filter_gp(): one of {list(given.blocks)} is no regular expression: {error}; expected such."
+            f"filter_gp(): one of {list(given.blocks)} is not a regular expression: {error}; expected one."
         ) from error
     if len(matches) != 1:
         raise UnsupportedError(

@@ -94,7 +94,7 @@ class Observation:
         """Check what a user gives as operator against ``size`` entries of the output.
 
         Raises:
-            DataError: If it is no operator, or its width is wrong.
+            DataError: If it is not an operator, or its width is wrong.
             NumericalError: If ``back`` is not the transpose of ``forward``.
         """
         if operator is None:
@@ -160,7 +160,7 @@ class Observation:
 
 
 def _describe(operator: object) -> str:
-    """Describe what is no operator; an array by its type alone."""
+    """Describe a value that is not an operator; an array by its type alone."""
     return f"a {type(operator).__name__}" if hasattr(operator, "__array__") else describe(operator)
 
 
@@ -340,7 +340,7 @@ class ImageTangent:
         return pull_rows
 
     def chunks(self, count: int, names: tuple[str, ...]) -> Iterator[slice]:
-        """Yield so many vectors in chunks for ``pullback`` of these parameters."""
+        """Yield ``count`` vectors in chunks for ``pullback`` of these parameters."""
         return self._chunks(count, sum(self.parameters[name].numel() for name in names))
 
 
@@ -361,7 +361,7 @@ def _copy_without_gradients(model: nn.Module) -> nn.Module:
     """Return a copy of the model without gradients."""
     try:
         return copy.deepcopy(model).requires_grad_(False)
-    except RuntimeError as error:  # of tensors that are no leaves, such as those of the old nn.utils.weight_norm
+    except RuntimeError as error:  # of tensors that are not leaves, such as those of the old nn.utils.weight_norm
         raise ModelError(
             f"the model cannot be copied: {error}. Remove hooks that compute weights, for example with "
             "nn.utils.remove_weight_norm, or use nn.utils.parametrizations."
@@ -516,7 +516,7 @@ class InverseProblem:
                 yield name, pieces.pop(0)
 
     def _groups(self, n: int) -> Iterator[list[tuple[str, slice]]]:
-        """Yield groups of parameters, or slices of them, of which n rows fit the byte budget."""
+        """Yield groups of parameters, or of slices of them; n rows of a group fit the byte budget."""
         network = self.network
         room = int(PIECES * budget(network.device)) // (n * network.output.element_size())
         group: list[tuple[str, slice]] = []

@@ -145,7 +145,7 @@ class Categorical(LogitLikelihood):
         return torch.cat([y[:, 1:], torch.full_like(y[:, :1], self.ignore_index)], 1)
 
     def _soft_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return targets that are probabilities of the classes; raise if their rows are no distributions."""
+        """Return targets that are probabilities of the classes; raise if their rows are not distributions."""
         if self.shift:
             raise DataError("Categorical(shift=True): targets are probabilities; expected tokens (B, T).")
         return check_distributions(y.to(f.dtype))

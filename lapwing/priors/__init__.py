@@ -175,7 +175,7 @@ def _matching(name: str, patterns: Mapping[str, float]) -> str:
         matches = [pattern for pattern in patterns if re.fullmatch(pattern, name)]
     except re.error as error:
         raise UnsupportedError(
-            f"grouped(): one of {list(patterns)} is no regular expression: {error}; expected such."
+            f"grouped(): one of {list(patterns)} is not a regular expression: {error}; expected one."
         ) from error
     if len(matches) != 1:
         raise NumericalError(
@@ -281,8 +281,8 @@ class FilterGP(HasSettings, Prior):
             every parameter is a block.
 
     Raises:
-        UnsupportedError: if a number is not positive and finite or ``blocks`` is no such mapping; when the prior is
-            used, if a parameter matches no pattern or several, or anywhere but in ``lw.inverse``.
+        UnsupportedError: if a number is not positive and finite or ``blocks`` is not a mapping of texts; when the prior
+            is used, if a parameter matches no pattern or several, or anywhere but in ``lw.inverse``.
 
     >>> import lapwing as lw
     >>> lw.priors.filter_gp(variance=2.0, length_scale=0.3).length_scale

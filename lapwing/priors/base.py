@@ -19,7 +19,7 @@ from lapwing.runtime.settings import Rule, is_real
 from lapwing.runtime.state import SMALLEST, Array, Either, ListOf, Maybe, Real, State, Text
 
 Precisions = float | Tensor | Mapping[str, float]
-RANGE = (1e-10, 1e12)  # precisions outside are no optimum, see ``in_range``
+RANGE = (1e-10, 1e12)  # precisions outside are not an optimum, see ``in_range``
 STARTS = (1e-6, 1e8)  # range of starting precisions, for weights that are very large or all at the prior mean
 
 

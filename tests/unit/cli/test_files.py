@@ -91,7 +91,7 @@ def test_only_the_chosen_columns_are_read(tmp_path: Path) -> None:
 
 
 def test_another_encoding_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match=r"no csv file in UTF-8"):
+    with pytest.raises(FileError, match=r"not a csv file in UTF-8"):
         CsvFile.names_in(written(tmp_path, "größe,b\n1,2\n", "latin-1"))
 
 
@@ -206,7 +206,7 @@ def test_other_and_damaged_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(FileError, match=r"numpy.savez"):
             NpzFile.names_in(path)
     path.write_bytes(content[:2000] + bytes(500) + content[2500:])  # the checksum of the archive no longer holds
-    with pytest.raises(FileError, match=r"data.npz is no npz file, or damaged: Bad CRC-32 for file 'x.npy'"):
+    with pytest.raises(FileError, match=r"data.npz is not an npz file, or is damaged: Bad CRC-32 for file 'x.npy'"):
         list(NpzFile(path, ("x",)).blocks(5000))
     import zipfile
 
@@ -270,7 +270,7 @@ def test_empty_and_other_files_are_refused(tmp_path: Path) -> None:
         _ = ParquetFile(path, ("a",)).rows
     for content in (b"", b"PAR1 no table"):
         path.write_bytes(content)
-        with pytest.raises(FileError, match=r"no parquet file, or damaged"):
+        with pytest.raises(FileError, match=r"not a parquet file, or is damaged"):
             ParquetFile.names_in(path)
 
 
@@ -278,7 +278,7 @@ def test_a_damaged_page_is_refused(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:4] + bytes(60) + content[64:])  # the first page; the list of columns is at the end
     assert ParquetFile.names_in(path) == tuple(COLUMNS)
-    with pytest.raises(FileError, match=r"no parquet file, or damaged: "):
+    with pytest.raises(FileError, match=r"not a parquet file, or is damaged: "):
         list(ParquetFile(path, tuple(COLUMNS)).blocks(2))
 
 

@@ -159,7 +159,7 @@ def test_a_whole_model_and_damaged_files_are_refused(run: Run, tmp_path: Path, f
     (tmp_path / "text.safetensors").write_text("weights")
     words = {
         "model.pt": "Python object", "list.pt": "holds a list", "number.pt": "the keys loss",
-        "empty.pt": "no file of weights, or damaged", "cut.pt": "no file of weights, or damaged",
+        "empty.pt": "not a file of weights, or is damaged", "cut.pt": "not a file of weights, or is damaged",
         "text.safetensors": "no safetensors file", "missing.pt": "there is no file",
     }  # fmt: skip
     for name, message in words.items():

@@ -192,7 +192,7 @@ def test_priors_of_other_classes_are_told_apart() -> None:
 @pytest.mark.parametrize("given", [lw.priors.diagonal(2.0), lw.isotropic()])
 def test_covariances_that_are_not_a_sum_of_a_few_are_refused(given: Any) -> None:
     index = None if isinstance(given, DiagonalPrior) else torch.tensor([1, 4])
-    with pytest.raises(lw.LapwingError, match="no sum of a few fixed matrices"):
+    with pytest.raises(lw.LapwingError, match="not a sum of a few fixed matrices"):
         class_covariance(given, replace(SELECTION, index=index), LIKE)
 
 

@@ -58,7 +58,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative precision": ({"prior": -1.0}, "prior is -1.0"),
     "class of a prior": ({"prior": lw.priors.FilterGP}, "expected a precision, or an object"),
     "g-prior": ({"prior": lw.priors.g_prior()}, "the prior GPrior takes groups or a scale"),
-    "diagonal": ({"prior": lw.priors.diagonal(1.0)}, "no sum of a few fixed matrices"),
+    "diagonal": ({"prior": lw.priors.diagonal(1.0)}, "not a sum of a few fixed matrices"),
     "tuner": ({"tuner": "evidence"}, "expected an object such as"),
     "tuner without evidence": ({"tuner": lw.tuners.MaximiseEvidence}, "expected an object: call it"),
     "tuner with data": ({"tuner": lw.tuners.FixedPoint()}, "tuner is FixedPoint; expected MaximiseEvidence or Ascend"),

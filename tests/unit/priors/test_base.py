@@ -249,7 +249,7 @@ def test_gradients_reach_the_precisions_of_groups() -> None:
         ),  # not whole names
         ({r".*weight": -1.0, r".*bias|scale": 1.0}, lw.errors.NumericalError, "run from -1 to 1; expected positive"),
         ({r".*weight": math.nan, r".*bias|scale": 1.0}, lw.errors.NumericalError, "nan"),
-        ({r"[": 1.0}, lw.errors.UnsupportedError, r"\['\['\] is no regular expression: unterminated"),
+        ({r"[": 1.0}, lw.errors.UnsupportedError, r"\['\['\] is not a regular expression: unterminated"),
     ],
 )
 def test_patterns_that_do_not_fit_are_refused(patterns: Any, error: Any, message: str) -> None:
