@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -265,12 +265,12 @@ class FunctionPosterior(Posterior):
         return concat_chunks((part(each) for each in chunks(len(u), 2 * 8 * mean.shape[-1] * size, u.device)), size)
 
     def _marginal(self, x: Inputs, outputs: ChosenOutputs | None = None) -> FunctionGaussian:
-        """Return the belief about all or some outputs at each input; with many outputs variances come by themselves."""
+        """Return the belief about all or some outputs at each input; covariances of many are computed when needed."""
         network, classes = self.problem.network, len(self.kernel.mixing)
         count, means = network.count(x), []
         each = 8 * (classes * (3 * len(self.points) + 3 * classes) + 3 * self.points.shape[1])
 
-        def in_parts(compute: Any) -> Iterator[Tensor]:
+        def in_parts(compute: Callable[[Tensor, Tensor, ChosenOutputs | None], Tensor]) -> Iterator[Tensor]:
             for part in chunks(count, each, network.device):
                 some = None if outputs is None else outputs.samples(part)
                 with torch.no_grad():
