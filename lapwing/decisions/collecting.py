@@ -69,7 +69,7 @@ GROUPS = Rule(
     DataError,
 )
 
-Numbers = list[int] | None  # the group of each row; None without groups
+GroupNumbers = list[int] | None  # the group of each row; None without groups
 
 
 class RowGroups:
@@ -83,7 +83,7 @@ class RowGroups:
         GROUPS.check("groups", given)
         self._given, self._count, self._found = given, 0, list[int]()
 
-    def of(self, inputs: Inputs, count: int) -> Numbers:
+    def of(self, inputs: Inputs, count: int) -> GroupNumbers:
         """Return the groups of the next ``count`` rows; raise if there are fewer numbers than rows."""
         if self._given is None:
             return None
@@ -111,7 +111,7 @@ class RowGroups:
 def grouped_rows(
     posterior: Fitted,
     data: Iterable[object],
-    number: Callable[[Any, LabelledBatch, Numbers], Tensor],
+    number: Callable[[Any, LabelledBatch, GroupNumbers], Tensor],
     groups: Any,
     **keys: Any,
 ) -> tuple[Tensor, Tensor | None, Scoring[Any]]:

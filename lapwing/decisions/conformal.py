@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lapwing.data.inputs import Inputs
 from lapwing.decisions.collecting import (
+    GroupNumbers,
     LabelledBatch,
-    Numbers,
     RowGroups,
     group_numbers,
     grouped_rows,
@@ -93,7 +93,7 @@ class Calibrated:
             count = len(predictive.mean)
             yield predictive, self.limits(members.of(batch, count), count)
 
-    def limits(self, members: Numbers, count: int) -> Tensor:
+    def limits(self, members: GroupNumbers, count: int) -> Tensor:
         """Return the largest score that is let in for each input, (B, 1) or (B, C), from the group of each."""
         if self.groups is None:
             if members is not None:
@@ -118,7 +118,7 @@ class Calibrated:
     ) -> Coverage:
         """Return the coverage, from ``inside``: whether each target is in, and the sizes, (B, 2), given the limits."""
 
-        def number(predictive: Any, batch: LabelledBatch, members: Numbers) -> Tensor:
+        def number(predictive: Any, batch: LabelledBatch, members: GroupNumbers) -> Tensor:
             return inside(predictive, batch, self.limits(members, len(batch.targets)))
 
         given = self.groups if groups is None and callable(self.groups) else groups
@@ -234,7 +234,7 @@ def conformal_of(
     PROBABILITY.check("level", level)
     integer(0).check("seed", seed)
 
-    def number(predictive: Any, batch: LabelledBatch, members: Numbers) -> Tensor:
+    def number(predictive: Any, batch: LabelledBatch, members: GroupNumbers) -> Tensor:
         chosen = _fitting_score(predictive, score)
         if chosen in ("adaptive", "threshold"):
             probs = predictive.class_probs
