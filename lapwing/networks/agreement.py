@@ -70,15 +70,15 @@ def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, T
     tensor that is kept.
     """
     network = tangent.network
-    names, plain = network.selection.names, network.plain_kernels
+    names, plain_kernels = network.selection.names, network.plain_kernels
 
     def differing(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> str:
         """Return a parameter whose gradient is another one in a run of this model, or ""."""
-        with recording(network.parameters, names if values is None else (), plain):
+        with recording(network.parameters, names if values is None else (), plain_kernels):
             raw = raw_output(model, tangent.inputs, values)
         tensors = dict(model.named_parameters())
         leaves = {name: tensors[name] for name in names} if values is None else values
-        off = _differing(_gradients(raw, leaves, seed, plain), expected, tangent)
+        off = _differing(_gradients(raw, leaves, seed, plain_kernels), expected, tangent)
         return off[0] if off is not None and _same(model, raw, tangent.raw) else ""
 
     name = differing(network.replica, {name: network.parameters[name].detach().requires_grad_() for name in names})
@@ -90,12 +90,12 @@ def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, T
 
     def follows(model: nn.Module) -> bool:
         """Return whether the outputs change with the parameters that have no gradient."""
-        with torch.no_grad(), select_kernels(plain):
+        with torch.no_grad(), select_kernels(plain_kernels):
             return not _same(model, raw_output(model, tangent.inputs, silent), tangent.raw)
 
     if silent and follows(copy_modules(network.replica)):
         used = copy_modules(network.replica)
-        output_without_graph(used, tangent.inputs, plain)
+        output_without_graph(used, tangent.inputs, plain_kernels)
         if not follows(used):
             raise ModelError(kept_value_message(next(iter(silent)), ", without a gradient"))
     for where, emptied in _emptied(network.replica):
@@ -152,12 +152,12 @@ def _held(value: Any) -> tuple[Tensor, ...]:
 
 
 def _gradients(
-    raw: Tensor, leaves: Mapping[str, Tensor], seed: Tensor, plain: bool
+    raw: Tensor, leaves: Mapping[str, Tensor], seed: Tensor, plain_kernels: bool
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the gradient of seed · raw for each leaf, with its name."""
     grads: Sequence[Tensor | None] = [None] * len(leaves)
     if raw.requires_grad:
-        with select_kernels(plain):
+        with select_kernels(plain_kernels):
             grads = torch.autograd.grad(raw, list(leaves.values()), seed.reshape(raw.shape).to(raw), allow_unused=True)
     return zip(leaves, (g.to_dense() if g is not None and g.is_sparse else g for g in grads), strict=True)
 

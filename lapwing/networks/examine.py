@@ -143,27 +143,30 @@ def refusing_changes(model: nn.Module) -> Iterator[nn.Module]:
         )
 
 
-def first_run(replica: Replica, inputs: Inputs, plain: bool) -> tuple[Replica, Tensor, tuple[int, ...]]:
+def first_run(replica: Replica, inputs: Inputs, plain_kernels: bool) -> tuple[Replica, Tensor, tuple[int, ...]]:
     """Return the replica, the output with its graph, and the sizes (H, W) if it is an image.
 
     The replica is one without a private copy if that is bypassed.
     """
     one = replica.throwaway_copy()
     tensors = dict(one.named_parameters())
-    with Bypass(replica.source) as watch, refusing_changes(one), recording(tensors, replica.names, plain):
+    with Bypass(replica.source) as watch, refusing_changes(one), recording(tensors, replica.names, plain_kernels):
         out = model_output(one, inputs)
         raw = as_positions(out)
     if not replica.private or not watch.is_bypassed:
         return replica, raw, tuple(out.shape[2:]) if out.ndim > 3 else ()
-    return first_run(replace(replica, private=False), inputs, plain)
+    return first_run(replace(replica, private=False), inputs, plain_kernels)
 
 
-def refuse_random(model: nn.Module, inputs: Inputs, plain: bool) -> None:
+def refuse_random(model: nn.Module, inputs: Inputs, plain_kernels: bool) -> None:
     """Raise if two forward passes over the same inputs differ. For a single input tensor a few samples are enough."""
     few_inputs = inputs
     if len(list(named_leaves(inputs))) == 1:  # of several, one may be shared by all samples
         few_inputs = take(inputs, (True,), slice(FEW))
-    first, second = output_without_graph(model, few_inputs, plain), output_without_graph(model, few_inputs, plain)
+    first, second = (
+        output_without_graph(model, few_inputs, plain_kernels),
+        output_without_graph(model, few_inputs, plain_kernels),
+    )
     allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
     if first.shape == second.shape:
         gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
@@ -191,7 +194,7 @@ def _dtypes(model: nn.Module, output: Tensor) -> set[torch.dtype]:
 
 
 def _refuse_mixed_samples(
-    model: nn.Module, inputs: Inputs, raw: Tensor, per_sample: Sequence[bool], plain: bool
+    model: nn.Module, inputs: Inputs, raw: Tensor, per_sample: Sequence[bool], plain_kernels: bool
 ) -> None:
     """Raise if f(x)[b] depends on other samples; ``per_sample`` says which tensors have a row for each sample."""
     batch = raw.shape[0]
@@ -201,7 +204,7 @@ def _refuse_mixed_samples(
     gap = torch.zeros((), device=raw.device)
     for rows in (slice(0, half), slice(half, batch)):
         try:
-            alone = output_without_graph(model, take(inputs, per_sample, rows), plain)
+            alone = output_without_graph(model, take(inputs, per_sample, rows), plain_kernels)
         except (IndexError, RuntimeError) as error:
             if all(per_sample):
                 raise
@@ -227,31 +230,33 @@ def _refuse_mixed_samples(
 
 
 def learn_rows(
-    model: nn.Module, inputs: Inputs, raw: Tensor, rows: SampleRows, plain: bool, copied: bool = False
+    model: nn.Module, inputs: Inputs, raw: Tensor, rows: SampleRows, plain_kernels: bool, is_repeated: bool = False
 ) -> SampleRows:
     """Return which tensors have a row for each sample, as known after this batch; raise if samples mix.
 
-    ``raw`` are the outputs. A batch that is one sample, ``copied``, shows nothing new.
+    ``raw`` are the outputs. A batch that repeats one sample, ``is_repeated``, shows nothing new.
     """
     batch = raw.shape[0]
     per_sample = rows.per_sample(inputs, batch)
     if len(per_sample) == 1:  # one tensor alone is never shared by all samples
-        _refuse_mixed_samples(model, inputs, raw, per_sample, plain)
+        _refuse_mixed_samples(model, inputs, raw, per_sample, plain_kernels)
         return rows
     rows.refuse_change(inputs, batch)
-    uncertain = rows.is_undecided(inputs, batch) and not copied
+    uncertain = rows.is_undecided(inputs, batch) and not is_repeated
     if uncertain:
-        _refuse_dependent(model, inputs, per_sample, batch, plain)
-    _refuse_mixed_samples(model, inputs, raw, per_sample, plain)
+        _refuse_dependent(model, inputs, per_sample, batch, plain_kernels)
+    _refuse_mixed_samples(model, inputs, raw, per_sample, plain_kernels)
     if uncertain:
-        _refuse_pooled(model, inputs, per_sample, batch, plain)
-    return rows if copied or batch == 1 else rows.with_batch(inputs, batch)
+        _refuse_pooled(model, inputs, per_sample, batch, plain_kernels)
+    return rows if is_repeated or batch == 1 else rows.with_batch(inputs, batch)
 
 
-def _refuse_dependent(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> None:
+def _refuse_dependent(
+    model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain_kernels: bool
+) -> None:
     """Raise if the gradient of an output of one half of the batch is not zero in rows of the other half."""
     try:
-        crossed = _depends_on_other_half(model, inputs, per_sample, batch, plain)
+        crossed = _depends_on_other_half(model, inputs, per_sample, batch, plain_kernels)
     except (
         RuntimeError,
         NotImplementedError,
@@ -271,7 +276,7 @@ def _names(inputs: Inputs, flags: Sequence[bool]) -> str:
 
 
 def _depends_on_other_half(
-    model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool
+    model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain_kernels: bool
 ) -> list[bool]:
     """Return for each tensor whether outputs of one half of the batch have gradients in its rows of the other half."""
     leaves: dict[int, Tensor] = {}
@@ -284,7 +289,7 @@ def _depends_on_other_half(
         leaves[number] = t.detach().clone().requires_grad_()
         return leaves[number].clone()  # a model may write into its inputs
 
-    with torch.inference_mode(False), torch.enable_grad(), select_kernels(plain):
+    with torch.inference_mode(False), torch.enable_grad(), select_kernels(plain_kernels):
         raw = _perturbed_output(model, map_leaves(inputs, with_gradient))
         crossed = [False] * len(per_sample)
         first, second = slice(0, batch // 2), slice(batch // 2, batch)
@@ -299,10 +304,12 @@ def _depends_on_other_half(
     return crossed
 
 
-def _refuse_pooled(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain: bool) -> None:
+def _refuse_pooled(
+    model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain_kernels: bool
+) -> None:
     """Raise if some samples, run alone and in another order, have different outputs than in the batch."""
     some = torch.randperm(batch, generator=torch.Generator().manual_seed(0))[: max(2, (batch + 2) // 3)]
-    with torch.no_grad(), select_kernels(plain):
+    with torch.no_grad(), select_kernels(plain_kernels):
         whole, alone = _perturbed_output(model, inputs), _perturbed_output(model, take(inputs, per_sample, some))
     if alone.shape[1:] != whole.shape[1:]:
         return  # dynamic padding: lengths follow the batch
@@ -517,30 +524,30 @@ class Examined:
 def examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path) -> Examined:
     """Run the model with one batch, read the graph of its output, and return what they show; see ``Network.build``."""
     recurrent, needed = is_recurrent(model), weights.needs(model)
-    plain = needs_plain_kernels(model, recurrent)
+    plain_kernels = needs_plain_kernels(model, recurrent)
     replica = Replica(model, needed, can_be_copied(model), output)
-    inputs, rows, single = _with_several_samples(first_samples(inputs), replica, plain)
-    replica, raw, image = first_run(replica, inputs, plain)
+    inputs, rows, is_one_sample = _with_several_samples(first_samples(inputs), replica, plain_kernels)
+    replica, raw, image = first_run(replica, inputs, plain_kernels)
     tensors = dict(replica.model.named_parameters())
     f = with_output_dim(raw.detach())
     check_finite(f, "outputs of the network")
-    refuse_random(replica.throwaway_copy(), inputs, plain)  # first: random outputs look like mixed samples
-    rows = learn_rows(replica.model, inputs, raw.detach(), rows, plain, copied=single)
+    refuse_random(replica.throwaway_copy(), inputs, plain_kernels)  # first: random outputs look like mixed samples
+    rows = learn_rows(replica.model, inputs, raw.detach(), rows, plain_kernels, is_repeated=is_one_sample)
     if raw.grad_fn is None:
         raise ModelError("the output does not depend on any selected parameter; choose other weights.")
     graph = read_graph(raw, tensors, needed)
     refuse_wrong_gradients(graph)
     selection = weights.choose(model, graph)
     if output and selection.index is None:
-        with select_kernels(plain):
+        with select_kernels(plain_kernels):
             selection = without_unused(selection, raw, tensors)
     per_sample = rows.per_sample(inputs, len(raw))
     widest = widest_result(graph, len(raw))
     if len(needed) < len(tensors):  # layers before them are not in the graph
-        widest = max(widest, _widest_of_all(replica, take(inputs, per_sample, slice(0, 2)), plain))
+        widest = max(widest, _widest_of_all(replica, take(inputs, per_sample, slice(0, 2)), plain_kernels))
     if selection.names != needed:
-        replica, raw, graph = _rerun(replica, selection, inputs, plain)
-    with select_kernels(plain):
+        replica, raw, graph = _rerun(replica, selection, inputs, plain_kernels)
+    with select_kernels(plain_kernels):
         patterns, _ = find_patterns(raw, graph, recurrent)
     layout = arrange_blocks(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
     sizes = replace(footprint(layout, graph, raw, f[0].numel(), recurrent, selection.counts), widest=widest)
@@ -552,7 +559,7 @@ def examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path) ->
     )  # fmt: skip
 
 
-def _with_several_samples(inputs: Inputs, replica: Replica, plain: bool) -> tuple[Inputs, SampleRows, bool]:
+def _with_several_samples(inputs: Inputs, replica: Replica, plain_kernels: bool) -> tuple[Inputs, SampleRows, bool]:
     """Return inputs of several samples, what is known about their rows, and whether there was a single sample.
 
     A single sample does not show which rows all samples share: it is taken twice.
@@ -562,7 +569,7 @@ def _with_several_samples(inputs: Inputs, replica: Replica, plain: bool) -> tupl
     if count is None:  # only the outputs tell how many samples there are
         one = replica.throwaway_copy()
         # With gradients: a value that the model keeps from its first run must lead back to the parameters.
-        with refusing_changes(one), recording(dict(one.named_parameters()), replica.names, plain):
+        with refusing_changes(one), recording(dict(one.named_parameters()), replica.names, plain_kernels):
             count = len(raw_output(one, inputs))
     if count != 1:
         return inputs, rows, False
@@ -572,18 +579,20 @@ def _with_several_samples(inputs: Inputs, replica: Replica, plain: bool) -> tupl
     return inputs, rows, True
 
 
-def _widest_of_all(replica: Replica, two: Inputs, plain: bool) -> int:
+def _widest_of_all(replica: Replica, two: Inputs, plain_kernels: bool) -> int:
     """Return how many numbers the largest result of an operation has for each of two samples, in the graph or not."""
     with LargestResult() as largest:
-        output_without_graph(replica.model, two, plain)
+        output_without_graph(replica.model, two, plain_kernels)
     return largest.numbers // 2
 
 
-def _rerun(replica: Replica, selection: Selection, inputs: Inputs, plain: bool) -> tuple[Replica, Tensor, Graph]:
+def _rerun(
+    replica: Replica, selection: Selection, inputs: Inputs, plain_kernels: bool
+) -> tuple[Replica, Tensor, Graph]:
     """Run the model again with the selected weights alone in the graph."""
     replica = replace(replica, names=selection.names)
     tensors: Mapping[str, Tensor] = dict(replica.model.named_parameters())
-    with recording(tensors, selection.names, plain):
+    with recording(tensors, selection.names, plain_kernels):
         raw = raw_output(replica.model, inputs)
     return replica, raw, read_graph(raw, tensors, selection.names)
 

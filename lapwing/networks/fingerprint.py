@@ -252,8 +252,8 @@ class Probe:
         """Return inputs like these, without outputs; None for sets of samples and inputs of more than a megabyte."""
         leaves: list[Tensor] = []
         form = _form(inputs, leaves)
-        plain = all(t.layout == torch.strided and not t.is_complex() and not t.is_quantized for t in leaves)
-        if form is None or not leaves or not plain or dtype not in TOLERANCES or any(not t.numel() for t in leaves):
+        all_real = all(t.layout == torch.strided and not t.is_complex() and not t.is_quantized for t in leaves)
+        if form is None or not leaves or not all_real or dtype not in TOLERANCES or any(not t.numel() for t in leaves):
             return None
         row = sum(t[:1].nbytes if own else 0 for t, own in zip(leaves, per_sample, strict=True))
         shared = sum(0 if own else t.nbytes for t, own in zip(leaves, per_sample, strict=True))

@@ -48,7 +48,7 @@ OUTPUT = Rule(
 )
 
 
-def path_of(output: Any) -> Path:
+def path_of(output: str | int | Path | None) -> Path:
     """Return the path that a user gave: a key, a position, a tuple of them, or None for the output as it is.
 
     >>> path_of("logits"), path_of(("heads", 1)), path_of(None)
@@ -100,7 +100,7 @@ def _part(out: Any, key: str | int, before: Path) -> Any:
     )
 
 
-def keys_of(out: Any) -> list[Any]:
+def keys_of(out: object) -> list[str | int]:
     """Return the keys, positions or fields of an output with several parts; none of a tensor."""
     if isinstance(out, Mapping):
         return list(out)
@@ -154,20 +154,20 @@ def extract_data(model: Any, data: Any) -> Any:
     return data
 
 
-def _has(value: Any, *names: str) -> bool:
+def _has(value: object, *names: str) -> bool:
     """Return whether the class of the value has all these members."""
     return all(hasattr(type(value), name) for name in names)
 
 
-def _is_skorch_net(model: Any) -> bool:
+def _is_skorch_net(model: object) -> bool:
     return _has(model, "get_iterator", "get_dataset", "initialize_module", "train_step_single")
 
 
-def _is_trainer(model: Any) -> bool:
+def _is_trainer(model: object) -> bool:
     return _has(model, "lightning_module", "train_dataloader", "val_dataloaders")
 
 
-def _is_lightning_module(model: Any) -> bool:
+def _is_lightning_module(model: object) -> bool:
     return isinstance(model, nn.Module) and _has(model, "training_step", "configure_optimizers", "log_dict", "trainer")
 
 
@@ -205,7 +205,7 @@ def _trainer_of(module: Any) -> Any:
         return None
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
+def _ignore(*args: object, **kwargs: object) -> None:
     """Take the place of ``log`` outside a training loop, where Lightning refuses it."""
 
 
@@ -220,14 +220,19 @@ REFUSED = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeE
 
 
 @contextmanager
-def recording(tensors: Mapping[str, Tensor], names: Collection[str], plain: bool) -> Iterator[None]:
+def recording(tensors: Mapping[str, Tensor], names: Collection[str], plain_kernels: bool) -> Iterator[None]:
     """Record gradients for the named parameters and no others while the model runs.
 
     The parameters of a private copy have the right flags already. Those of a model that runs itself are changed and
-    restored, by one thread at a time. ``plain`` switches vendors' kernels off (see ``needs_plain_kernels``).
+    restored, by one thread at a time. ``plain_kernels`` switches vendors' kernels off (see ``needs_plain_kernels``).
     """
     changed = {p: p.requires_grad for name, p in tensors.items() if p.requires_grad != (name in names)}
-    with torch.inference_mode(False), torch.enable_grad(), select_kernels(plain), LOCK if changed else nullcontext():
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        select_kernels(plain_kernels),
+        LOCK if changed else nullcontext(),
+    ):
         try:
             for parameter, flag in changed.items():
                 parameter.requires_grad_(not flag)
@@ -282,9 +287,9 @@ def outside_inference(call_model: Call) -> Call:
     return run  # type: ignore[return-value]
 
 
-def select_kernels(plain: bool) -> AbstractContextManager[None]:
-    """Use PyTorch's own kernels instead of those of cuDNN and oneDNN, if ``plain``."""
-    return own_kernels if plain else nullcontext()
+def select_kernels(plain_kernels: bool) -> AbstractContextManager[None]:
+    """Use PyTorch's own kernels instead of those of cuDNN and oneDNN, if ``plain_kernels``."""
+    return own_kernels if plain_kernels else nullcontext()
 
 
 def raw_output(
@@ -349,20 +354,20 @@ def model_output(
     return out
 
 
-def output_without_graph(model: nn.Module, inputs: Inputs, plain: bool) -> Tensor:
-    """Return what ``raw_output`` returns, without a graph; ``plain`` switches vendors' kernels off."""
-    with torch.no_grad(), select_kernels(plain):
+def output_without_graph(model: nn.Module, inputs: Inputs, plain_kernels: bool) -> Tensor:
+    """Return what ``raw_output`` returns, without a graph; ``plain_kernels`` switches vendors' kernels off."""
+    with torch.no_grad(), select_kernels(plain_kernels):
         return raw_output(model, inputs)
 
 
-def loss_of_model(model: nn.Module, batch: Batch, plain: bool) -> Tensor | None:
+def loss_of_model(model: nn.Module, batch: Batch, plain_kernels: bool) -> Tensor | None:
     """Return the loss that a model with an argument ``labels`` returns for these targets; None if it returns none."""
     if not has_argument(model, "labels") or not batch.targets_are_labels:
         return None
     try:
         with (
             torch.no_grad(),
-            select_kernels(plain),
+            select_kernels(plain_kernels),
             borrow_copy(model) as one,
             unfused_attention,
             without_checkpoints(),
@@ -515,7 +520,7 @@ REBUILT = {"OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule"}  
 class Idle(list[nn.Module]):
     """Copies that nobody uses; a deep copy of a model starts without."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Idle:
+    def __deepcopy__(self, memo: object) -> Idle:
         return Idle()
 
 
@@ -604,7 +609,7 @@ def can_be_copied(model: nn.Module) -> bool:
     return not any(type(module).__name__ in REBUILT for module in model.modules())
 
 
-def copy_modules(model: nn.Module, tensors: dict[int, Any] | None = None) -> nn.Module:
+def copy_modules(model: nn.Module, tensors: Mapping[int, nn.Parameter] | None = None) -> nn.Module:
     """Return a copy of the modules; ``tensors`` maps ids of tensors to others that take their place."""
     copy = _CopyBuilder(dict(tensors or {}))
     new = copy.module(model)

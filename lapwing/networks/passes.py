@@ -230,7 +230,7 @@ def tangents_of(model: nn.Module, selection: Selection, v: Tensor) -> dict[str, 
 
 
 def push_forward(
-    model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], forward_mode: bool, plain: bool
+    model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], forward_mode: bool, plain_kernels: bool
 ) -> tuple[Tensor, Tensor]:
     """Return f (B, [T,] C) and J v for all tangents v, (K, B, [T,] C), by one pass of vectorised forward mode.
 
@@ -243,7 +243,7 @@ def push_forward(
             raise
         except (RuntimeError, NotImplementedError):  # an operation without a forward rule, such as attention kernels
             pass
-    return _double_backward(model, inputs, tangents, plain)
+    return _double_backward(model, inputs, tangents, plain_kernels)
 
 
 def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: bool) -> Tensor:
@@ -268,7 +268,7 @@ def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor])
 
 
 def _double_backward(
-    model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], plain: bool
+    model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], plain_kernels: bool
 ) -> tuple[Tensor, Tensor]:
     """Return f and J v: Jᵀ u is linear in u, so its derivative in u along v is J v.
 
@@ -277,7 +277,7 @@ def _double_backward(
     """
     tensors = dict(model.named_parameters())
     chosen, count = [tensors[name] for name in tangents], len(next(iter(tangents.values())))
-    with math_attention, recording(tensors, tangents, plain):
+    with math_attention, recording(tensors, tangents, plain_kernels):
         raw = raw_output(model, inputs)
         if _has_custom_function(raw):  # its gradient may be a constant to autograd, which says nothing of it
             raise NotImplementedError("a custom autograd.Function without a forward rule")
@@ -360,10 +360,10 @@ def _probe_gradients(
     if not recurrent and numbers_at_once(graph, nodes, raw.dtype) is not None:
         yield from ((node, 0, grads) for node, grads in gradients(raw, graph, nodes, seeds, recurrent))
         return
-    plain = dict(gradients(raw, graph, nodes, seeds[:1], recurrent))
+    without_doubling = dict(gradients(raw, graph, nodes, seeds[:1], recurrent))
     for bit, doubled in enumerate(seeds[1:]):
         for node, grad in gradients(raw, graph, nodes, doubled[None], recurrent):
-            yield node, bit, torch.cat([plain[node], grad])
+            yield node, bit, torch.cat([without_doubling[node], grad])
 
 
 def _with_bits(owner: Tensor | None, grads: Tensor, sizes: Tensor, first: int) -> Tensor | None:

@@ -116,7 +116,7 @@ class Use:
     bias: str | None = None  # the parameter that is added at this very node, to the same rows
     groups: int = 1
     takes_bias: bool = False  # whether a bias that is added right after it may join its block
-    whole: bool = True  # whether all of the parameter is used
+    uses_all: bool = True  # whether all of the parameter is used
     patch_size: int = 0  # the size of the unfolded input, where it is unfolded
     own_rows: bool = False  # whether every output of the node belongs to one position, as in a product with a matrix
     table: int = 0  # rows of the table, where it is looked up
@@ -160,7 +160,15 @@ def matmul(node: Node, name: str, kind: str, rows: Factor, bias: str | None = No
 
     all_rows = part is None
     return Use(
-        node, name, kind, output_shape(node)[0], jacobian, bias, takes_bias=all_rows, whole=all_rows, own_rows=all_rows
+        node,
+        name,
+        kind,
+        output_shape(node)[0],
+        jacobian,
+        bias,
+        takes_bias=all_rows,
+        uses_all=all_rows,
+        own_rows=all_rows,
     )
 
 
@@ -264,7 +272,7 @@ def elementwise(
         return DenseJacobian(flat.transpose(0, 1))
 
     n_rows = outputs[0] if channel else math.prod(outputs[: len(outputs) - len(shape)])
-    return Use(node, name, "dense", n_rows, jacobian, whole=part is None)
+    return Use(node, name, "dense", n_rows, jacobian, uses_all=part is None)
 
 
 def windows(
@@ -300,7 +308,7 @@ def use_addmm(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
         added = broadcast(node, sources[0])
         if added is not None:
             yield 0, added
-            bias = added.name if added.whole else None
+            bias = added.name if added.uses_all else None
     if 2 in sources and 1 not in sources:
         yield from _use_weight(node, sources, 2, attrgetter("_saved_mat1"), bias)
 

@@ -322,9 +322,9 @@ def find_head(graph: Graph, layout: tuple[Block, ...]) -> Head | None:
         if graph.consumers[node] > 1:
             return None
     use = maps[node]
-    alone = sum(other.name == use.name for other in graph.uses) == 1
+    used_once = sum(other.name == use.name for other in graph.uses) == 1
     numbers = [i for i, block in enumerate(layout) if block.linear and block.weight == use.name]
-    if not (alone and use.own_rows and numbers):
+    if not (used_once and use.own_rows and numbers):
         return None
     block = layout[numbers[0]]
     same = (block.kind, block.groups) == (use.kind, use.groups)
@@ -347,8 +347,8 @@ def _leading_operand(graph: Graph, node: Node) -> int | None:
     (operand,) = operands
     child = node.next_functions[operand][0]
     if facts.adds:
-        plain = operand == 0 or node._saved_alpha == 1
-        return operand if plain and output_shape(child) == output_shape(node) else None
+        unscaled = operand == 0 or node._saved_alpha == 1
+        return operand if unscaled and output_shape(child) == output_shape(node) else None
     moves = facts.reshapes or (facts.moves and facts.gradient is not None)
     return operand if moves else None
 
