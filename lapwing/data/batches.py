@@ -1,16 +1,13 @@
 """The only data loop: it unpacks what users give into batches, checks, moves and counts them.
 
-What users give as data, and its items as batches.
-
 What is one pair of inputs and targets, and what is a list of batches, is decided here: **a tuple of two is a pair, one
 data set, if its second part is a tensor, a NumPy array, a data frame or weighted targets. Any other tuple, and any
 list, holds batches.** A pair is one batch, as for predictions: a pass takes as many rows at a time as memory allows.
 Training takes a step for each batch, so there a pair is cut.
 
-What a pass over a loader has read, in a few numbers that depend neither on the order of rows nor on the batches.
-
-Two passes over the same data have the same numbers, shuffled or not. Random augmentation, other rows or fewer of them
-change the numbers.
+A ``Reading`` is what a pass over a loader has read, in a few numbers that depend neither on the order of rows nor on
+the batches. Two passes over the same data have the same numbers, shuffled or not. Random augmentation, other rows or
+fewer of them change the numbers.
 """
 
 from __future__ import annotations
@@ -60,9 +57,9 @@ def is_pair(source: object) -> TypeGuard[tuple[Inputs, Any]]:
 
 
 def as_source(source: Any, name: str, processes: Processes, dtype: torch.dtype | None) -> Loader:
-    """Return data as an object that yields its items at every pass; raise if they are none.
+    """Return data as an object that yields its items at every pass; raise if it is not data.
 
-    A data set of single samples becomes a loader, of which each process reads its part, and a pair a list of one batch.
+    A data set of single samples becomes a loader, and each process reads one part. A pair becomes a list of one batch.
     """
     parts = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
     if not parts or is_array(source) or isinstance(source, str | bytes | Mapping):
@@ -107,7 +104,7 @@ def refuse_unequal(inputs: Inputs, targets: Any, name: str) -> None:
 
 
 def _refuse_half_pair(source: object, name: str) -> None:
-    """Raise if a tuple is no list of batches, since its first part is an array, and no pair either."""
+    """Raise if a tuple is neither a list of batches, since its first part is an array, nor a pair."""
     if not isinstance(source, tuple) or not source:
         return
     last, count = source[-1], len(source)
@@ -140,7 +137,7 @@ def dataset_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[An
 
 
 def cut_for_training(source: Any, dtype: torch.dtype) -> Any:
-    """Return the data for training: a pair of more than 256 rows as batches in random order; others as they are."""
+    """Return the data for training: a pair of more than 256 rows as batches in random order, or the data unchanged."""
     if not is_pair(source):
         return source
     batch = to_batch(source, None, dtype)
@@ -200,7 +197,7 @@ def _batch(inputs: Inputs, targets: Any, dtype: torch.dtype | None, key: str | N
 
 
 def _targets(given: object) -> Tensor:
-    """Return targets as a tensor, with all their digits; raise if they are no numbers."""
+    """Return targets as a tensor, with all their digits; raise if they are not numbers."""
     given = as_tensors(given, torch.float64, "targets") if is_array(given) else given
     try:
         return torch.as_tensor(given)
@@ -310,7 +307,7 @@ class Data:
 
     ``source`` is a DataLoader, a list of ``(inputs, targets)``, a list of mappings that hold their target
     under ``target_key``, one ``(inputs, targets)`` pair, or a Dataset of single samples; see ``data/batches.py``. With
-    several processes it is the part of this one; a Dataset is the whole, of which each process reads its part.
+    several processes it is the part of this one; a Dataset is the whole, and each process reads one part.
     """
 
     source: Loader

@@ -1,6 +1,4 @@
-"""Inputs of a network, and batches of inputs, targets and weights.
-
-Inputs of a network: nestings of tensors and sets of samples, and which of them have a row for each sample.
+"""Inputs of a network (nestings of tensors and sets of samples), and batches of inputs, targets and weights.
 
 How many samples a batch has and which rows are whose is decided here, for the whole library. Inputs may hold tensors
 with a row for each sample beside tensors that all samples share (a context beside x). The rule: **a tensor has a row
@@ -129,7 +127,7 @@ def is_numbers(value: object) -> bool:
 
 
 def n_rows(leaf: Leaf) -> int:
-    """Return the first dimension of a tensor, 0 for a single number, which has no rows; or the number of samples."""
+    """Return the number of rows of a tensor, 0 for a single number, or the number of samples of a set."""
     if isinstance(leaf, Tensor):
         return leaf.shape[0] if leaf.ndim else 0
     return len(leaf)

@@ -259,7 +259,7 @@ class Processes:
         return [(word[2], word[3]) for word in words]
 
     def _out_of_step(self, told: str) -> ProcessError:
-        """Return the error for processes of which each does something else."""
+        """Return the error for processes that do different things."""
         return ProcessError(
             f"the processes went different ways ({told}); expected the same calls with the same settings in all. "
             "Give every process the same model, method, prior and seed."

@@ -1,9 +1,8 @@
 """Samples of a data set: the part of each process, their weights, and inputs whose samples are not rows of tensors.
 
-Inputs whose samples are not the rows of tensors: graphs, sequences of several lengths, one sample of many tokens.
-
-``data/inputs.py`` takes them as one leaf of the inputs: it asks them how many samples there are, and for some of them.
-``Part`` is the sampler of a loader for several processes, ``weighted`` gives samples weights.
+Graphs, sequences of several lengths, and one sample of many tokens are a ``SampleSet``. ``data/inputs.py`` takes a set
+as one leaf of the inputs: it asks the set how many samples there are, and for some of them. ``Part`` is the sampler of
+a loader for several processes, ``weighted`` gives samples weights.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def weighted(data: Loader, key: str = "weights", target_key: str | None = None) 
         target_key: The key of the targets in these, as for ``fit``.
 
     Raises:
-        DataError: If the data are no batches; while they are read, if a batch has no weights.
+        DataError: If the data are not batches; while they are read, if a batch has no weights.
 
     >>> from torch.utils.data import DataLoader, TensorDataset
     >>> import lapwing as lw
@@ -140,7 +139,7 @@ def target_name(item: Mapping[str, Any], target_key: str | None) -> str:
 
 
 def as_weights(given: object, n_samples: int, device: torch.device, where: str) -> Tensor:
-    """Return the weights (B,) in float64; raise if they are no weights of so many samples."""
+    """Return the weights (B,) in float64; raise unless they are ``n_samples`` weights."""
     try:
         weights = torch.as_tensor(given).detach().to(device)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -295,7 +294,7 @@ class SampleSet(ABC):
 
     A class inherits from it and defines the first four members. ``docs/graphs.md`` has examples.
 
-    >>> class Sets(SampleSet):  # sets of numbers, of which the model takes the sums
+    >>> class Sets(SampleSet):  # sets of numbers; the model takes their sums
     ...     def __init__(self, members): self.members = members
     ...     def __len__(self): return len(self.members)
     ...     def take(self, rows): return Sets([self.members[int(row)] for row in rows])
@@ -421,7 +420,7 @@ def tensors_of(samples: SampleSet) -> list[Tensor]:
 
 
 def to_sample_set(leaf: Any) -> Any:
-    """Return a packed sequence or a nested tensor as a sample set; other leaves as they are."""
+    """Return a packed sequence or a nested tensor as a sample set. Return other leaves unchanged."""
     if isinstance(leaf, PackedSequence):
         return Packed.of(leaf)
     if isinstance(leaf, Tensor) and leaf.is_nested:

@@ -1,6 +1,4 @@
-"""Inputs for predictions, one batch or a loader; and rows of the training data drawn at random.
-
-Inputs for predictions: one batch, or a loader of batches with or without targets.
+"""Inputs for predictions (one batch, or a loader with or without targets); rows of the training data drawn at random.
 
 What is a batch of inputs and what is a loader is decided here. A tensor, a mapping, a tuple and a set of samples are
 inputs. Everything else that has parts is a loader: a DataLoader, a Dataset, a generator, a list of batches. A list is
@@ -391,7 +389,7 @@ class InputStream:
         )
 
     def _without_target(self, item: Mapping[str, Any]) -> Inputs:
-        """Return a mapping without its target, if it has one; a key that the network has as input is none."""
+        """Return a mapping without its target, if it has one; a key of an input of the network is not a target."""
         names = (self.target_key,) if self.target_key else TARGET_KEYS
         known = [k for k in names if k in item and not _is_place(f"inputs[{k!r}]", self.places)]
         inputs = {k: v for k, v in item.items() if k not in known[:1]}

@@ -1,8 +1,7 @@
 """Factorisations of dense matrices with clear errors, sums of products, bases, and greedy choices of rows.
 
-Orthonormal bases of a space, among them those of a few directions that leave all others together as the rest.
-
-A basis turns vectors into coordinates in which a symmetric matrix is diagonal. Arrays of vectors are (..., G, n, d),
+A basis turns vectors into coordinates in which a symmetric matrix is diagonal; one of a few directions takes all others
+together as the rest. Arrays of vectors are (..., G, n, d),
 for G independent spaces of size d; if G is one, any (..., d).
 """
 
@@ -201,7 +200,7 @@ class Gram:
         return mirror(self.total())
 
     def total(self) -> Tensor:
-        """Return the sum (G, d, d) of which only the upper triangle is valid; not a copy."""
+        """Return the sum (G, d, d), not a copy. Only its upper triangle is valid."""
         self._flush()
         return self._sum
 
@@ -592,7 +591,7 @@ def greedy_pivots(kernel: Tensor, count: int, cut: float = 1e-12) -> Tensor:
 
 
 def trace_pivots(kernel: Tensor, count: int, cut: float = 1e-12) -> Tensor:
-    """Return at most ``count`` row numbers, each of which reduces the sum of all remaining variances most.
+    """Return at most ``count`` row numbers. Each choice reduces the sum of all remaining variances most.
 
     Each step updates the whole matrix: N² count operations.
 

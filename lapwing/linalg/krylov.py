@@ -193,7 +193,7 @@ class BlockKrylov:
         return replace(self, ahead=torch.cat([self.ahead, rows]), edge=edge)
 
     def extend(self, product: Product, steps: int, *, max_basis: int | None = None) -> BlockKrylov:
-        """Return the space after more products, each of which adds a block.
+        """Return the space after more products. Each product adds a block.
 
         Stops early if the space is invariant or the next block would exceed ``max_basis`` rows.
         """
@@ -571,7 +571,7 @@ def _block_iterate(
 
 
 def _check_root(root: Product | None) -> Product:
-    """Return the product of a preconditioner's root with its images checked; the identity if there is none."""
+    """Return the product of a preconditioner's root with its images checked; the identity without a root."""
     return identity if root is None else lambda rows: apply_checked(root, rows)
 
 

@@ -25,7 +25,7 @@ CAUSES = (
 
 
 def identity(rows: Tensor) -> Tensor:
-    """Return the rows as they are: the product of the identity."""
+    """Return the rows: the product of the identity."""
     return rows
 
 

@@ -4,10 +4,9 @@ A design X (rows, P) with unit noise and the prior N(0, (α D)⁻¹), D a fixed 
 XᵀX / φ + α D. In coordinates √D θ that is a Gram matrix plus αφ times the identity, divided by φ. One Krylov basis of
 the Gram matrix serves every α and φ.
 
-Designs in coordinates where the prior of the weights and the noise of the rows are independent and of unit size.
-
-For weights w = S u with S Sᵀ = A⁻¹ and rows with noise covariances B_i = L_i L_iᵀ, the regression y_i = X_i w + noise
-is L_i⁻¹ y_i = L_i⁻¹ X_i S u + white noise, with a white prior for u.
+A ``WhitenedDesign`` is a design in coordinates where the prior of the weights and the noise of the rows are independent
+and of unit size. For weights w = S u with S Sᵀ = A⁻¹ and rows with noise covariances B_i = L_i L_iᵀ, the regression y_i
+= X_i w + noise is L_i⁻¹ y_i = L_i⁻¹ X_i S u + white noise, with a white prior for u.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, T
 
     name = differing(network.replica, {name: network.parameters[name].detach().requires_grad_() for name in names})
     if name:
-        raise ModelError(kept_value_message(name, " (in a closure, or in an object that is no module)"))
+        raise ModelError(kept_value_message(name, " (in a closure, or in an object that is not a module)"))
     if not network.private:
         return
     silent = {name: _moved(network.parameters[name]) for name in names if name not in expected}

@@ -214,7 +214,7 @@ class DenseJacobian(BlockJacobian):
 
     @property
     def widths(self) -> tuple[int, int]:
-        assert self.form, "a block that is no linear map has no factors"
+        assert self.form, "a block that is not a linear map has no factors"
         return self.form[1], self.form[2]
 
     def to(self, dtype: torch.dtype) -> DenseJacobian:

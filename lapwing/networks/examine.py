@@ -1,6 +1,6 @@
-"""What one batch shows about a model: whether each output depends on one sample, its weights, and its blocks.
+"""The examination of a model by one batch: its weights and blocks, and whether each output depends on one sample alone.
 
-Checks of a model before it is used: it must be a function of its input alone, and of one sample at a time.
+A model must be a function of its input alone, and of one sample at a time; others are refused.
 
 ``data/inputs.py`` has the rule for which tensors of a batch have a row for each sample. A tensor may have as many rows
 as there are samples by chance, so ``learn`` tests such a tensor when it first occurs: no output may depend on a row of
@@ -113,7 +113,7 @@ REPEATED = {torch.float64: 1e-12, torch.float32: 1e-5}  # by how much outputs ma
 
 
 def first_samples(inputs: Inputs) -> Inputs:
-    """Return the first samples of a batch that is one tensor, enough to examine a model; other batches as they are."""
+    """Return the first samples of a batch that is one tensor, enough to examine a model. Leave other batches whole."""
     return inputs[:EXAMINED] if isinstance(inputs, Tensor) and inputs.ndim else inputs
 
 
@@ -210,8 +210,8 @@ def _refuse_mixed_samples(
                 raise
             raise ModelError(
                 f"the model takes {batch} samples, but not some of them: {error}; expected that samples can be run "
-                "apart. Where they are no rows of tensors, as in graphs, say how they are split: lw.samples.SampleSet, "
-                "or lw.samples.OneSample for one graph with a target for each node."
+                "apart. Where samples are not rows of tensors, as in graphs, say how they are split: "
+                "lw.samples.SampleSet, or lw.samples.OneSample for one graph with a target for each node."
             ) from error
         count = rows.stop - rows.start
         if alone.shape[0] != count:

@@ -359,7 +359,7 @@ def _build(form: Any, tensors: Sequence[Tensor]) -> Inputs:
 
 
 def _numbers_in(form: Any) -> Iterator[int]:
-    """Yield the numbers of the tensors of a form in order; raise ``FileError`` if it is none."""
+    """Yield the numbers of the tensors of a form in order; raise ``FileError`` if it is not the form of inputs."""
     if not isinstance(form, Mapping) or len(form) != 1:
         raise refusal(form, "the form of inputs")
     ((kind, content),) = form.items()

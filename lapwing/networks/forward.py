@@ -1,15 +1,13 @@
 """Runs of the model: modes of PyTorch, the private copy, models of frameworks, and the output that is used.
 
-Models and data as training frameworks hold them: a skorch net, a Lightning module, Trainer or data module.
+Models and data of training frameworks (a skorch net, a Lightning module, Trainer or data module) are recognised by the
+attributes that they document, here and nowhere else, so that no framework is imported.
 
-They are recognised by the attributes that they document, here and nowhere else, so that none of them is imported.
-
-The private copy of a model that runs in its place.
-
-The copy has modules of its own and shares the memory of the tensors, so nothing is stored twice. Weights are exchanged,
-gradients recorded and attributes written in the copy alone. A call takes a copy that no other call uses: threads do not
-meet, and a copy that an error or Ctrl-C leaves half changed is dropped. What a run writes is taken back after it, so
-that a value which a model computes from its weights once and keeps is computed anew in every run.
+The model itself never runs: a private copy runs in its place. The copy has modules of its own and shares the memory of
+the tensors, so nothing is stored twice. Weights are exchanged, gradients recorded and attributes written in the copy
+alone. A call takes a copy that no other call uses: threads do not meet, and a copy that an error or Ctrl-C leaves half
+changed is dropped. What a run writes is taken back after it, so that a value which a model computes from its weights
+once and keeps is computed anew in every run.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def path_of(output: str | int | Path | None) -> Path:
 def pick_output(out: Any, path: Path) -> Any:
     """Return what lies at this path in the output of a model; raise ``ModelError`` with what there is, if nothing does.
 
-    Without a path it is the output, or its ``logits`` if it has any and is no tensor.
+    Without a path, return the output, or its ``logits`` if it is an object that has some.
     """
     for depth, key in enumerate(path):
         out = _part(out, key, path[:depth])
@@ -112,7 +110,7 @@ def keys_of(out: object) -> list[str | int]:
 
 
 def extract_network(model: Any) -> Any:
-    """Return the network inside a model of a framework; other models as they are.
+    """Return the network inside a model of a framework. Return other models unchanged.
 
     A skorch net becomes its module in evaluation mode: skorch sets the mode at every step. A Lightning module, or that
     of a Trainer, becomes a copy in evaluation mode without its Trainer: the module itself keeps its mode, which
@@ -210,7 +208,7 @@ def _ignore(*args: object, **kwargs: object) -> None:
 
 
 def _is_pair_of_arrays(data: Any) -> bool:
-    """Return whether the data are (inputs, targets) with arrays that are no tensors, or inputs of several arrays."""
+    """Return whether the data are (inputs, targets) with arrays that are not tensors, or inputs of several arrays."""
     is_pair = isinstance(data, tuple | list) and len(data) == 2
     return is_pair and hasattr(data[1], "shape") and not isinstance(data[1], Tensor)
 
@@ -304,7 +302,7 @@ def raw_output(
 
 
 def as_positions(out: Tensor) -> Tensor:
-    """Return the tensor of a model with images (B, C, H, W) as their pixels (B, H W, C), others as they are."""
+    """Return images (B, C, H, W) as their pixels (B, H W, C), and outputs of any other form unchanged."""
     return pixels(out) if out.ndim > 3 else out
 
 
@@ -376,7 +374,7 @@ def loss_of_model(model: nn.Module, batch: Batch, plain_kernels: bool) -> Tensor
     except REFUSED as error:
         if type(error) not in REFUSED:  # of the user's own, or out of memory
             raise
-        return None  # its labels are no targets of this kind, so there is nothing to compare with
+        return None  # its labels are not targets of this kind, so there is nothing to compare with
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None
 
@@ -476,7 +474,7 @@ def refuse_unusable_parameters(model: nn.Module, names: Collection[str] = ()) ->
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model; raise if it is no module, has no parameters or is on the meta device."""
+    """Return the device of the model; raise if it is not a module, has no parameters or is on the meta device."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is {describe(model)}; expected a torch.nn.Module.")
     for parameter in model.parameters():
@@ -671,7 +669,7 @@ def borrow_copy(model: nn.Module) -> Iterator[nn.Module]:
 class Bypass(TorchFunctionMode):
     """A watch over a run of the copy: whether operations use weights of the model itself (``is_bypassed``).
 
-    A model may reach them through a global variable or an object that is no module, and then a copy is no use.
+    A model may reach them through a global variable or an object that is not a module. Then a copy does not help.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -767,7 +765,7 @@ class _CopyBuilder:
         return value
 
     def _part(self, value: Any) -> Any:
-        """Return the copy of a module or tensor, or of a reference to one; data of the user stay as they are."""
+        """Return the copy of a module or tensor, or of a reference to one; data of the user are not copied."""
         if id(value) in self.done:
             return self.done[id(value)]
         return self.module(value) if isinstance(value, nn.Module) else self.reference(value)

@@ -143,7 +143,7 @@ def read_graph(output: Tensor, tensors: Mapping[str, Tensor] | None = None, name
 
 
 def _refuse_kept(leaf: Tensor, parameters: Mapping[str, Tensor]) -> None:
-    """Raise if a leaf that is no parameter of the copy that ran shares its memory with one: another run used it."""
+    """Raise if a leaf shares its memory with a parameter and is not that parameter: it comes from an earlier run."""
     for name, parameter in parameters.items():
         if parameter.layout is leaf.layout is torch.strided and parameter.data_ptr() == leaf.data_ptr() != 0:
             raise ModelError(kept_value_message(name))

@@ -154,7 +154,7 @@ class Block:
     """Parameters that are handled together.
 
     ``kind``: "rows" for a weight stored (d_out, d_in), "columns" for one stored (d_in, d_out), "dense" for a parameter
-    that is no linear map, "opaque" for one that has no rule. ``why`` says why it is no linear map, or that it is the
+    that is not a linear map, "opaque" for one without a rule. ``why`` says why it is not one, or that it is the
     table of an embedding. Groups count independent maps (grouped convolution). ``d_in`` includes the bias column.
     """
 

@@ -1,14 +1,12 @@
-"""The Jacobian of a linear block, kept in factors.
+"""The Jacobian of a linear block, kept in factors, and the curvature of the last linear layer.
 
-Sums over the Jacobian of a weight that is used at many positions, on a CPU: formed in pieces that stay in its cache.
-
+On a CPU, sums over the Jacobian of a weight that is used at many positions are formed in pieces that stay in its cache.
 The whole Jacobian of a layer, K d_out d_in numbers for each sample, would be written to memory and read back several
 times, which takes longer than its products. A piece is a band of outputs of one sample.
 
-The columns of single weights in the Jacobian of a linear map, without those of other weights.
-
-For the weight of output i and input j, output k and sample b, the entry is Σ_t g_kbti a_btj. Few weights of a layer are
-gathered; many are picked out of the products of a few outputs of the layer at a time.
+Where single weights are selected, only their columns are formed. For the weight of output i and input j, output k and
+sample b, the entry is Σ_t g_kbti a_btj. Few weights of a layer are gathered; many are picked out of the products of a
+few outputs of the layer at a time.
 """
 
 from __future__ import annotations

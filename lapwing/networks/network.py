@@ -274,7 +274,7 @@ class Network:
         return self._memory.replica.parameters
 
     def theta(self) -> Tensor:
-        """Return the selected weights as they are, (P,)."""
+        """Return the trained values of the selected weights, (P,)."""
         tensors = self.parameters
         full = torch.cat([tensors[name].detach().reshape(-1).to(self.dtype) for name in self.selection.names])
         return self.selection.pick(full)
@@ -322,7 +322,7 @@ class Network:
         return f
 
     def image_form(self, inputs: Inputs) -> ImageForm | None:
-        """Return the height and width of the images that these inputs give; None if outputs are no images.
+        """Return the height and width of the images that these inputs give; None if outputs are not images.
 
         The first inputs of a shape cost a forward pass of one sample.
         """

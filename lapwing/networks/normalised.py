@@ -21,7 +21,7 @@ REST = "rest"
 LARGEST = 1e-2  # a relative change of the outputs above this is a dependence, whatever eps may be
 UNSEEN = 1e2  # assumed for one over the variance before a norm, where the graph does not show it
 EPS = re.compile(r"(^|_)eps(ilon)?($|_)")
-MATTERS = 1e-3  # least relative change of the outputs if each weight changes by its size; with less it is no group
+MATTERS = 1e-3  # least relative change of the outputs if each weight changes by its size; with less it is not a group
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
 
     A weight is doubled with its bias. LayerNorm, GroupNorm and weight normalisation undo that, up to their eps, from
     which the tolerance follows. BatchNorm in evaluation mode does so if its running mean is doubled and its running
-    variance quadrupled too. A weight whose direction does not matter either, dead or saturated, is no group. Cost: up
-    to four forward passes for each layer, and a backward pass; the model is not changed.
+    variance quadrupled too. A weight whose direction does not matter either, dead or saturated, is not a group.
+    Cost: up to four forward passes for each layer, and a backward pass; the model is not changed.
     """
     tensors = {name: p.detach() for name, p in network.parameters.items() if name in network.selection.names}
     inputs = first_samples(inputs)

@@ -107,7 +107,7 @@ _TABLE: dict[str, Operation] = {}
 
 
 def operation(node: Node) -> Operation:
-    """Return the facts about a node's operation; without an entry, an operation of which nothing is known."""
+    """Return the facts about a node's operation; without an entry, an operation about which nothing is known."""
     return _TABLE.get(node.name(), _UNKNOWN)
 
 
@@ -248,7 +248,7 @@ register(
     Operation("BmmBackward0", rows=by_shapes, joint_gradient=pull.batched_product),
     Operation("BaddbmmBackward0", rows=by_shapes),
     *_alike("ThnnFusedLstmCell ThnnFusedGruCell", rows=by_shapes, uses=rules.use_fused_cell),
-    # Attention in one kernel, of which autograd takes one seed at a time.
+    # Attention in one kernel: autograd takes one seed at a time.
     *_alike(
         "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention "
         "ScaledDotProductFusedAttentionOverrideable ScaledDotProductCudnnAttention",

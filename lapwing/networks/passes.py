@@ -1,20 +1,18 @@
 """Passes through a network for many vectors at once, the rows of each sample, and derivatives along directions.
 
-Autograd takes one gradient at a time; ``vmap`` over it loops inside convolutions and norms. Here the seeds are folded
-into the batch, so that K seeds cost one large operation for each node. A graph with an operation whose entry in the
-table has no gradient is left to autograd.
+Passes. Autograd takes one gradient at a time; ``vmap`` over it loops inside convolutions and norms. Here the seeds are
+folded into the batch, so that K seeds cost one large operation for each node. A graph with an operation whose entry in
+the table has no gradient is left to autograd.
 
-Which rows at a node of a graph belong to which sample.
+Rows. For each node of a graph: which rows belong to which sample? In most networks the walk over the graph already
+knows: rows are batch-major. Attention works time-major inside, and recurrent networks stack time steps; there a probe
+decides. The seeds of the samples whose number has bit j set are doubled, for each bit: the gradient of a row doubles if
+its sample has that bit, in every dtype. A row whose gradient neither doubles nor stays belongs to several samples (it
+lies before a broadcast over the batch).
 
-In most networks the walk over the graph already knows: rows are batch-major. Attention works time-major inside, and
-recurrent networks stack time steps; there a probe decides. The seeds of the samples whose number has bit j set are
-doubled, for each bit: the gradient of a row doubles if its sample has that bit, in every dtype. A row whose gradient
-neither doubles nor stays belongs to several samples (it lies before a broadcast over the batch).
-
-Derivatives of the outputs along directions in weight space: J v for many v at once, and the outputs themselves.
-
-There are two ways. Forward mode pushes all directions through the layers in one pass, at about two forward passes
-for each direction. Layer-wise Jacobians take one backward pass for each output, whatever the number of directions.
+Directions. Derivatives of the outputs along directions in weight space are J v for many v at once. Forward mode pushes
+all directions through the layers in one pass, at about two forward passes for each direction. Layer-wise Jacobians take
+one backward pass for each output, whatever the number of directions.
 """
 
 from __future__ import annotations

@@ -366,7 +366,7 @@ def cat(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the part of the gradient that belongs to one of the joined tensors."""
     dim = signed(node._saved_dim) % (grad.ndim - 1)
     sizes = [_size(child, number, dim) for child, number in node.next_functions]
-    unknown = [i for i, size in enumerate(sizes) if size < 0]  # constants, of which the graph says nothing
+    unknown = [i for i, size in enumerate(sizes) if size < 0]  # constants, about which the graph says nothing
     if len(unknown) > 1:
         raise NoRuleError(node.name())
     if unknown:

@@ -232,7 +232,7 @@ def named(pattern: str) -> Weights:
         A rule for the argument ``weights`` of ``fit``.
 
     Raises:
-        ModelError: in ``fit``, if the pattern is no regular expression or no name matches.
+        ModelError: in ``fit``, if the pattern is not a regular expression or no name matches.
 
     >>> import lapwing as lw
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -256,8 +256,8 @@ def subnetwork(index: Tensor | Sequence[int] | Sequence[bool]) -> Weights:
         use ``Full`` or ``Diagonal``. ``lw.subnetworks`` has rules that choose the positions.
 
     Raises:
-        ModelError: if they are no whole numbers (n,); in ``fit``, if positions repeat, are out of range or are none, or
-            if a mask has another length.
+        ModelError: if they are not whole numbers (n,); in ``fit``, if positions repeat, are out of range or are none,
+            or if a mask has another length.
 
     >>> import lapwing as lw
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -308,7 +308,7 @@ def find_head(graph: Graph, layout: tuple[Block, ...]) -> Head | None:
     """Return the linear map that ends the network, if its Jacobian moves entries and does nothing else.
 
     Reshapes, transposes and an added bias may follow it. None if something else does, if its weight is used a second
-    time, or if it is no linear map with outputs of its own at every position: a convolution is one, a transposed
+    time, or if it is not a linear map with outputs of its own at every position: a convolution is one, a transposed
     convolution is not.
     """
     maps = {use.node: use for use in graph.uses if use.linear}

@@ -1,9 +1,8 @@
 """The network linearised at one batch.
 
-Jacobians of parameters that no rule covers: slower, with the same numbers.
-
-First ``torch.func`` (a backward pass for each seed, for all samples and parameters at once); where an operation refuses
-that (recurrent kernels), plain backward passes, one sample and one seed at a time.
+Parameters that no rule covers take a fallback, which is slower and gives the same numbers: first ``torch.func`` (a
+backward pass for each seed, for all samples and parameters at once); where an operation refuses that (recurrent
+kernels), plain backward passes, one sample and one seed at a time.
 """
 
 from __future__ import annotations
