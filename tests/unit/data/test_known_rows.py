@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lapwing.data import known_rows
 from lapwing.data.known_rows import TRAINING, KnownRows, RowSketch, Sketching
 from lapwing.runtime.state import Known, PartOf
 
@@ -51,6 +52,13 @@ def test_the_same_rows_in_another_form(form: str) -> None:
     reuse = sketch(x, y).reuse(FORMS[form](x, y))
     assert reuse is not None
     assert (reuse.share, reuse.whole) == (1.0, True)
+
+
+def test_rows_in_parts_are_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = numbers(200)
+    whole = sketch(x, y, 200)
+    monkeypatch.setattr(known_rows, "NUMBERS", 4 * 100)  # two parts
+    assert sketch(x, y, 200).reuse(whole) == whole.reuse(whole)
 
 
 def test_keys_of_a_mapping_in_another_order() -> None:

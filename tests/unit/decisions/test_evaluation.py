@@ -286,6 +286,17 @@ def test_targets_in_other_units_are_a_warning_with_both_figures(tmp_path: Path, 
         assert len(lw.evaluate({"one": loaded}, [(x, other)], resamples=5).findings) == 1
 
 
+def test_the_output_with_the_largest_ratio_is_named_whatever_its_unit() -> None:
+    model, unit = nn.Linear(2, 2).double(), torch.tensor([1.0, 1e-3], dtype=D)
+    with torch.no_grad():
+        model.weight.copy_(0.7 * unit[:, None].expand(2, 2))
+        model.bias.zero_()
+    x, y = lines(60, 70)
+    posterior = lw.fit(model, [(x, y * unit)], lw.Gaussian(per_output=True), prior=1.0)
+    with pytest.warns(CalibrationWarning, match="the mean squared residual of output 1 is"):
+        posterior.evaluate([(x, (y + 2) * unit * torch.tensor([1e2, 1e4]))], resamples=5)
+
+
 def test_standardised_targets_for_a_network_that_predicts_large_numbers_are_noticed() -> None:
     model = nn.Linear(2, 1).double()
     with torch.no_grad():
