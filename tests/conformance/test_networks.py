@@ -570,12 +570,6 @@ def test_an_embedding_keeps_counts_and_no_input_matrix() -> None:
     assert block.rows == int((tokens != 0).sum())
 
 
-def test_unknown_sharing_is_refused() -> None:
-    for method in (lw.Kron, lw.EKron):
-        with pytest.raises(lw.errors.UnsupportedError, match="sharing is 'sum'; expected one of expand, reduce"):
-            method(sharing="sum")
-
-
 # Which curvature: the exact GGN, its sampled estimate, the Hessian of the loss.
 
 
