@@ -1,10 +1,8 @@
-"""Values as plain data for files: what every field may hold, and reading nothing else.
+"""Values as plain data for files: what each field may hold, and how a dataclass declares its fields.
 
-``State.read`` takes one field for each setting, tensor and part. Nothing is built from values that a field refuses.
-
-Values as a whole: as plain data for files, on another device, and with one cached result.
-
-A file holds plain data, so that nothing is executed on loading.
+A file holds plain data, so that nothing is executed on loading. ``State.read`` takes one ``Field`` for each setting,
+tensor and part, and nothing is built from values that a field refuses. Values as a whole are here too: on another
+device (``on_device``), and with one cached result (``Latest``).
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class Known:
     @property
     def within_parts(self) -> Known:
         """What is known in every part: other letters have one meaning in one state alone."""
-        return Known({letter: n for letter, n in self.lengths.items() if letter in "PC"}, self.dtype)
+        return Known({letter: n for letter, n in self.lengths.items() if letter in ("P", "C")}, self.dtype)
 
 
 class Field:
@@ -439,16 +437,16 @@ def stored_fields(cls: type) -> dict[str, Field]:
 
 def _in_files(cls: type) -> list[tuple[DataclassField[Any], str, Field]]:
     """Return each declared field, its name in files, and what they may hold: as declared, or what its rule admits."""
-    declared = [each for each in fields(cls) if each.metadata]  # type: ignore[arg-type]
     return [
         (each, each.metadata["name"] or each.name, each.metadata["stored"] or Admitted(each.metadata["rule"]))
-        for each in declared
+        for each in fields(cls)  # type: ignore[arg-type]
+        if "stored" in each.metadata
     ]
 
 
 def _undeclared(cls: type, with_default: bool) -> list[str]:
     """Return the fields of a dataclass that are not declared: those with a default, or those without."""
-    own = [each for each in fields(cls) if each.init and not each.metadata]  # type: ignore[arg-type]
+    own = [each for each in fields(cls) if each.init and "stored" not in each.metadata]  # type: ignore[arg-type]
     has_default = lambda each: each.default is not MISSING or each.default_factory is not MISSING
     return [each.name for each in own if has_default(each) == with_default]
 

@@ -145,7 +145,8 @@ def test_every_public_name_has_an_example(name: str) -> None:
     ],
 )  # fmt: skip
 def test_missing_packages_are_named(module: str, packages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(f"lapwing.{module}")]:
+    loaded = (f"lapwing.{module}", *(f"{package}." for package in packages))
+    for name in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, name)
     for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
