@@ -160,7 +160,7 @@ def test_a_whole_model_and_damaged_files_are_refused(run: Run, tmp_path: Path, f
     words = {
         "model.pt": "Python object", "list.pt": "holds a list", "number.pt": "the keys loss",
         "empty.pt": "not a file of weights, or is damaged", "cut.pt": "not a file of weights, or is damaged",
-        "text.safetensors": "no safetensors file", "missing.pt": "there is no file",
+        "text.safetensors": "not a safetensors file", "missing.pt": "there is no file",
     }  # fmt: skip
     for name, message in words.items():
         assert message in run(f"check cli_nets:classifier --data train.npz --weights {tmp_path / name}").error

@@ -199,7 +199,7 @@ def test_covariances_that_are_not_a_sum_of_a_few_are_refused(given: Any) -> None
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [({"down.*": "a"}, "'wide.weight' matches 0"), ({".*": "a", "do.*": "b"}, "'down.weight' matches 2"),
-     ({"(": "a"}, "no regular expression")],
+     ({"(": "a"}, "not a regular expression")],
 )  # fmt: skip
 def test_patterns_that_do_not_fit_are_refused(blocks: Any, message: str) -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=message):
