@@ -60,7 +60,7 @@ def concat_rows(parts: list[Tensor], dim: int = 0) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class View(Predictive, Generic[P]):
+class PredictiveView(Predictive, Generic[P]):
     """Predictives of consecutive batches as one, or of pixels as images: their members, put together and reshaped.
 
     Every member is computed batch by batch, so that a temporary is as large as for one batch. A pixel is a datum: its
@@ -81,7 +81,7 @@ class View(Predictive, Generic[P]):
         return self.parts[0] if len(self.parts) == 1 else replace(self, form=None)
 
     @classmethod
-    def concat(cls, views: Sequence[View[P]]) -> View[P]:
+    def concat(cls, views: Sequence[PredictiveView[P]]) -> PredictiveView[P]:
         """Return the predictive of all rows, from those of consecutive rows."""
         return replace(views[0], parts=tuple(part for view in views for part in view.parts))
 
@@ -128,7 +128,7 @@ def of_data(member: Callable[[Any], Tensor]) -> cached_property[Tensor]:
     return cached_property(lambda view: view.as_data(view.rows(member)))
 
 
-class ClassView(View[ClassPredictive], ClassPredictive):
+class ClassView(PredictiveView[ClassPredictive], ClassPredictive):
     """The predictive of the class of each pixel; of batches see ``ClassesOfBatches``."""
 
     log_probs = of_outputs(lambda part: part.log_probs)
@@ -139,7 +139,7 @@ class ClassView(View[ClassPredictive], ClassPredictive):
     mutual_information = of_data(lambda part: part.mutual_information)
 
     @classmethod
-    def concat(cls, views: Sequence[View[Any]]) -> ClassView:
+    def concat(cls, views: Sequence[PredictiveView[Any]]) -> ClassView:
         pixels = [view.parts[0] for view in views]
         return cls((type(pixels[0]).concat(pixels),), views[0].form)
 
@@ -159,7 +159,7 @@ class ClassView(View[ClassPredictive], ClassPredictive):
         return self.as_data(self.rows(lambda part: part.sample(n, generator), 1))
 
 
-class LabelView(View[MultilabelPredictive], MultilabelPredictive):
+class LabelView(PredictiveView[MultilabelPredictive], MultilabelPredictive):
     """The predictive of the binary labels of each row of a loader, or of each channel of each pixel."""
 
     probs = of_outputs(lambda part: part.probs)
@@ -177,7 +177,7 @@ class LabelView(View[MultilabelPredictive], MultilabelPredictive):
         return self.as_data(self.rows_at(each, self.flat(y), self.flat(known)))
 
 
-class NumberView(View[NumberPredictive], NumberPredictive):
+class NumberView(PredictiveView[NumberPredictive], NumberPredictive):
     """The predictive of the numbers of each row of a loader, or of each channel of each pixel."""
 
     mean = of_outputs(lambda part: part.mean)
@@ -211,14 +211,18 @@ class NumberView(View[NumberPredictive], NumberPredictive):
 VIEWS = {"log_probs": ClassView, "probs": LabelView, "quantile": NumberView}  # by the member that tells a contract
 
 
-def view_of(predictive: Predictive) -> type[View[Any]] | None:
+def view_of(predictive: Predictive) -> type[PredictiveView[Any]] | None:
     """Return the kind of view that has the contract of a predictive; None if it has the members of none."""
     return next((view for member, view in VIEWS.items() if hasattr(type(predictive), member)), None)
 
 
-def as_images(pixels: Any, form: ImageForm) -> View[Any]:
+def as_images(pixels: Any, form: ImageForm) -> PredictiveView[Any]:
     """Return a predictive of pixels (B, H W, C) as one of images."""
-    return replace(pixels, form=form) if isinstance(pixels, View) else (view_of(pixels) or NumberView)((pixels,), form)
+    return (
+        replace(pixels, form=form)
+        if isinstance(pixels, PredictiveView)
+        else (view_of(pixels) or NumberView)((pixels,), form)
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -352,11 +356,11 @@ def same_form(forms: Iterable[ImageForm | None]) -> ImageForm | None:
 
 
 def _form(predictive: Predictive) -> ImageForm | None:
-    return predictive.form if isinstance(predictive, View) else None
+    return predictive.form if isinstance(predictive, PredictiveView) else None
 
 
 def _pixels(predictive: Predictive) -> Any:
-    return predictive.pixels if isinstance(predictive, View) else predictive
+    return predictive.pixels if isinstance(predictive, PredictiveView) else predictive
 
 
 def _kind(predictive: Predictive) -> type[Predictive]:
