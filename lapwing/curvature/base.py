@@ -97,7 +97,7 @@ class Curvature:
     def refuse_prior(self, phi: Tensor, prior: BoundPrior) -> None:
         """Raise if the precision with this prior does not exist in the structure."""
 
-    def unseen(self, phi: Tensor, prior: BoundPrior) -> Tensor | None:
+    def missing_trace(self, phi: Tensor, prior: BoundPrior) -> Tensor | None:
         """Return the share of each weight, (P,), in what ``logdet`` adds for curvature that the structure leaves out.
 
         None if it adds nothing, and is no bound.

@@ -120,10 +120,10 @@ class AnchoredCurvature(Curvature):
             missing = (self.ggn_diagonal.double().sum() - self.values.sum()) / (alpha * phi)
         else:
             anchored = self.precision(phi, prior).logdet()
-            missing = self.unseen(phi, prior).sum()
+            missing = self.missing_trace(phi, prior).sum()
         return anchored + missing.clamp_min(0)
 
-    def unseen(self, phi: Tensor, prior: BoundPrior) -> Tensor:
+    def missing_trace(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         """Return the diagonal of A⁻¹ (H - H̃)/φ, (P,): each weight's share of the trace in ``logdet``."""
         assert self.ggn_diagonal is not None
         return (self.ggn_diagonal.double() - self.anchored_diagonal) / (prior.vector * phi.to(self.mix))
@@ -205,13 +205,13 @@ class BoundedCurvature(Stored, Curvature):
     def _part_diagonal(self) -> Tensor:
         return self.part.values @ self.part.vectors.square()
 
-    def unseen(self, phi: Tensor, prior: BoundPrior) -> Tensor:
+    def missing_trace(self, phi: Tensor, prior: BoundPrior) -> Tensor:
         """Return the contribution of each weight to the log-determinant, (P,): the diagonal of A⁻¹ (H - H̃)/φ."""
         missing = self.exact_diagonal.double() - self._part_diagonal
         return missing / (prior.vector * phi.to(self.part.values))
 
     def logdet(self, phi: Tensor, prior: BoundPrior) -> Tensor:
-        return self.part.logdet(phi, prior) + self.unseen(phi, prior).sum().clamp_min(0)
+        return self.part.logdet(phi, prior) + self.missing_trace(phi, prior).sum().clamp_min(0)
 
     def diagonal(self) -> Tensor:
         return floor_by_layer(self.exact_diagonal.double(), self.part.selection)

@@ -275,7 +275,7 @@ class GaussianDraws(WeightDraws):
     count: int  # K
     seed: int
 
-    def drawn(self, generator: torch.Generator | None) -> Tensor:
+    def draw_step(self, generator: torch.Generator | None) -> Tensor:
         return self.mean + self.variance.sqrt() * normal(tuple(self.mean.shape), generator, self.mean)
 
 

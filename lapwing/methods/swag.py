@@ -284,7 +284,7 @@ class SWAGDraws(WeightDraws):
     count: int  # K
     seed: int
 
-    def drawn(self, generator: torch.Generator | None) -> Tensor:
+    def draw_step(self, generator: torch.Generator | None) -> Tensor:
         """Draw a step from w̃, (P,)."""
         independent = normal(tuple(self.mean.shape), generator, self.mean)
         shared = normal((len(self.deviations),), generator, self.mean)

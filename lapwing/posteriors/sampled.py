@@ -477,7 +477,7 @@ class WeightDraws:
     count: int
     seed: int
 
-    def drawn(self, generator: torch.Generator | None) -> Tensor:
+    def draw_step(self, generator: torch.Generator | None) -> Tensor:
         """Draw a step from w̃, (P,)."""
         raise NotImplementedError
 
@@ -491,7 +491,7 @@ class WeightDraws:
 
     def numbered_steps(self, k: int) -> Tensor:
         """Return draw k as a step from w̃, (P,)."""
-        return self.drawn(derived_generator(torch.Generator().manual_seed(self.seed + k), torch.empty(0)))
+        return self.draw_step(derived_generator(torch.Generator().manual_seed(self.seed + k), torch.empty(0)))
 
 
 class Drawn(Posterior):
@@ -519,4 +519,4 @@ class Drawn(Posterior):
     def _steps(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         """Draw n steps from w̃, (P,) each, one after another."""
         draws = self.draws
-        return (draws.numbered_steps(k) if generator is None else draws.drawn(generator) for k in range(n))
+        return (draws.numbered_steps(k) if generator is None else draws.draw_step(generator) for k in range(n))

@@ -521,7 +521,7 @@ class WeightPosterior(Linearised):
 
     def unseen_gamma(self) -> Tensor | None:
         """Return γ (P,) of the curvature that a bound on the evidence leaves out, or None if there is no such term."""
-        return self.current.unseen(self._phi, self.problem.prior)
+        return self.current.missing_trace(self._phi, self.problem.prior)
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights, (n, P)."""

@@ -300,7 +300,7 @@ def test_quadratic_logdet_and_samples_are_those_of_the_matrix(
     precision = posterior.posterior.precision
     assert_close(precision.logdet(), torch.linalg.slogdet(expected)[1])
     # Where directions are left out, the evidence is charged the trace of what they hold.
-    unseen = posterior.posterior.curvature.unseen(torch.tensor(PHI, dtype=D), posterior.prior)
+    unseen = posterior.posterior.curvature.missing_trace(torch.tensor(PHI, dtype=D), posterior.prior)
     charged = torch.zeros((), dtype=D) if unseen is None else unseen.sum().clamp_min(0)
     assert_close(
         posterior.posterior.curvature.logdet(torch.tensor(PHI, dtype=D), posterior.prior), precision.logdet() + charged
