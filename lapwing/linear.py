@@ -44,23 +44,23 @@ def fit(
 
     Args:
         features: X (n, P), or (n, C, P) for C targets of each datum; or an ``OperatorDesign`` with n, or n C, rows.
-        targets: y, (n,) or (n, 1); or (n, C). With features (n, P) the C outputs share them and have weights (C, P).
-        precision: the prior precision α of the weights; None to learn it.
-        noise_std: the standard deviation √φ of the noise; None to learn it.
-        prior: the known matrix A of the prior precision α A: its diagonal (P,), the matrix (P, P), or an
+        targets: The targets, (n,), (n, 1) or (n, C). With features (n, P), C outputs share them: weights are (C, P).
+        precision: The prior precision α of the weights; None to learn it.
+        noise_std: The standard deviation √φ of the noise; None to learn it.
+        prior: The known matrix A of the prior precision α A: its diagonal (P,), the matrix (P, P), or an
             ``OperatorDesign`` S (P, q) with S Sᵀ = A⁻¹; None for the identity. Outputs with shared features have one A.
-        noise: the known relative noise: variances B_i (n,) or (n, C), or covariances (n, C, C); None for the identity.
-        num_samples: the number K of posterior samples.
-        tolerance: the relative residual that every sample must reach. The mean is solved to 1e-8.
-        generator: draws the noise of the samples; None for a generator with seed 0.
+        noise: The known relative noise: variances B_i (n,) or (n, C), or covariances (n, C, C); None for the identity.
+        num_samples: The number K of posterior samples.
+        tolerance: The relative residual that every sample must reach. The mean is solved to 1e-8.
+        generator: The source of the samples' noise; None for a generator with seed 0.
 
     Returns:
         The posterior of the weights. Mean and samples are computed when they are first used.
 
     Raises:
-        DataError: features or targets are not finite real numbers, or their shapes do not match; a prior or noise is
+        DataError: Features or targets are not finite real numbers, or their shapes do not match; a prior or noise is
             not symmetric and positive definite; a setting is invalid.
-        NumericalError: the two functions of an ``OperatorDesign`` are not transposes of each other, or change between
+        NumericalError: The two functions of an ``OperatorDesign`` are not transposes of each other, or change between
             calls; the precision or the noise has no optimum; a solve does not reach its tolerance.
         UnsupportedError: ``num_samples`` is not a positive integer.
 
@@ -89,13 +89,13 @@ class LinearPosterior:
     ``lw.linear.fit`` makes one. It computes in coordinates where A and B_i are the identity.
 
     Args:
-        ridge: the features in those coordinates, with the noise of the samples.
-        y: the targets in those coordinates, (n C,).
-        precision: the prior precision α.
-        noise_variance: the variance φ of the noise.
-        tolerance: the relative residual that every sample must reach.
-        trace: the steps of learning; None if precision and noise were given.
-        frame: how those coordinates relate to weights, features and targets.
+        ridge: The features in those coordinates, with the noise of the samples.
+        y: The targets in those coordinates, (n C,).
+        precision: The prior precision α.
+        noise_variance: The variance φ of the noise.
+        tolerance: The relative residual that every sample must reach.
+        trace: The steps of learning; None if precision and noise were given.
+        frame: How those coordinates relate to weights, features and targets.
 
     >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)).double()
     >>> posterior = fit(x, x.sum(1), precision=1.0, noise_std=0.1)
@@ -145,14 +145,14 @@ class LinearPosterior:
         """Return posterior samples of the weights.
 
         Args:
-            n: how many of the K stored samples, in their order; None for all.
+            n: How many of the K stored samples, in their order; None for all.
 
         Returns:
             Weights (n, P), or (n, C, P) for outputs with shared features.
 
         Raises:
-            UnsupportedError: more samples are asked for than are stored.
-            NumericalError: a sample does not reach the tolerance.
+            UnsupportedError: More samples are asked for than are stored.
+            NumericalError: A sample does not reach the tolerance.
         """
         if n is not None:
             integer(0).check("n", n)
@@ -190,7 +190,7 @@ class LinearPosterior:
         """Estimate log p(y). All of it is exact but the log-determinant log det(I + XᵀX/αφ).
 
         Args:
-            probes: random vectors for the part of the log-determinant that the Krylov basis does not contain.
+            probes: Random vectors for the part of the log-determinant that the Krylov basis does not contain.
             steps: Lanczos steps for each of them.
 
         Returns:
@@ -228,14 +228,14 @@ class LinearPosterior:
         """Return the predictive distribution of targets, with the noise.
 
         Args:
-            features: rows (B, P), or (B, C, P) if each of C outputs has its own features.
-            noise: relative noise variances of these rows, (B,) or (B, C), which φ multiplies; None for one.
+            features: Rows (B, P), or (B, C, P) if each of C outputs has its own features.
+            noise: Relative noise variances of these rows, (B,) or (B, C), which φ multiplies; None for one.
 
         Returns:
             A normal distribution (B, C) whose epistemic variance is estimated from the samples.
 
         Raises:
-            DataError: the features are not finite floating-point numbers of that shape, or the noise is not positive.
+            DataError: The features are not finite floating-point numbers of that shape, or the noise is not positive.
         """
         belief = self.functions(features)
         relative = torch.ones_like(belief.mean) if noise is None else relative_variances(noise, belief.mean)
@@ -245,15 +245,15 @@ class LinearPosterior:
         """Learn the precision, the noise, or both by expectation maximisation, from the same noise of the samples.
 
         Args:
-            precision: whether to learn the precision.
-            noise: whether to learn the noise variance.
-            max_steps: the largest number of steps.
+            precision: Whether to learn the precision.
+            noise: Whether to learn the noise variance.
+            max_steps: The largest number of steps.
 
         Returns:
             The posterior at the optimum, with a trace of the steps.
 
         Raises:
-            NumericalError: there is no optimum, or ``max_steps`` are far from enough.
+            NumericalError: There is no optimum, or ``max_steps`` are far from enough.
         """
         FLAG.check("precision", precision)
         FLAG.check("noise", noise)
