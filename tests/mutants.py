@@ -6,7 +6,8 @@ A mutant is one change of one line: another comparison, another sign, another co
 arguments, "and" for "or". They are drawn with a seed from the syntax trees of all files, at least one in every folder
 and the others in proportion to lines of code. Each is made in a copy of the tree, in a folder that is deleted
 afterwards. The tests of its file run first, then those of its folder, then those of the folders that use everything;
-the first that fails ends it. Printed are the mutants, the stage that caught each, and the survivors as a diff.
+the first that fails ends it. Printed are the mutants, the test that caught each, and the survivors as a diff. First all
+these tests run on an unchanged copy: one that fails there would catch everything, so it ends the run.
 A survivor is a hole in the tests, or it changes nothing that a user can see: read it.
 """
 
@@ -156,26 +157,32 @@ def stages(path: Path) -> list[list[str]]:
     return [each for each in (*listed, [*EVERYTHING, str(path)]) if each]
 
 
-def caught_by(mutant: Mutant) -> str:
-    """Return what noticed the mutant, or nothing."""
+def run_tests(tests: Sequence[str], changed: Mutant | None = None) -> str:
+    """Run tests in a copy of the tree with one line changed, and return the first that fails, or nothing."""
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name)
         for part in COPIED:
             source = ROOT / part
             (shutil.copytree if source.is_dir() else shutil.copy2)(source, copy / part)
-        (copy / mutant.path).write_text(mutant.source(), encoding="utf-8")
+        if changed is not None:
+            (copy / changed.path).write_text(changed.source(), encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
-        for tests in stages(mutant.path):
-            try:
-                run = subprocess.run(
-                    [*command, *tests], cwd=copy, env=environment, check=False, capture_output=True, timeout=SECONDS
-                )
-            except subprocess.TimeoutExpired:
-                return f"{tests[0]} (did not end)"
-            if run.returncode not in (0, 5):  # 5: no tests in these files
-                return tests[0]
-    return ""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-rfE", *tests]
+        try:
+            run = subprocess.run(
+                command, cwd=copy, env=environment, check=False, capture_output=True, timeout=SECONDS, text=True
+            )
+        except subprocess.TimeoutExpired:
+            return f"{tests[0]} (did not end)"
+    if run.returncode in (0, 5):  # 5: no tests in these files
+        return ""
+    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].partition(" - ")[0] if failed else f"{tests[0]} (pytest ended with {run.returncode})"
+
+
+def caught_by(mutant: Mutant) -> str:
+    """Return the test that noticed the mutant, or nothing."""
+    return next(filter(None, (run_tests(tests, mutant) for tests in stages(mutant.path))), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,6 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     start, survivors = time.monotonic(), []
     with ThreadPoolExecutor(settings.workers) as pool:
+        every = {test for mutant in mutants for tests in stages(mutant.path) for test in tests}
+        outer = sorted(test for test in every if not any(test.startswith(f"{other}/") for other in every))
+        failed = [test for test in pool.map(lambda test: run_tests([test]), outer) if test]
+        if failed:
+            print("these tests fail without a change:", *failed, sep="\n")
+            return 1
         for mutant, noticed in zip(mutants, pool.map(caught_by, mutants), strict=True):
             survivors += [] if noticed else [mutant]
             print(
