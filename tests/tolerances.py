@@ -8,6 +8,7 @@ from torch import Tensor
 
 EXACT = 2 / 3  # 4e-11 in float64, 2e-5 in float32: sums and products of well-scaled numbers
 SOLVED = 1 / 2  # 1e-8 in float64, 3e-4 in float32: after an optimisation, or a badly conditioned solve
+TRAINED = 1 / 4  # 1e-4 in float64: after steps of Adam, which divides the rounding of small gradients by its epsilon
 
 
 def tolerance(dtype: torch.dtype, power: float = EXACT) -> float:

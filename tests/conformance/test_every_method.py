@@ -18,7 +18,7 @@ from lapwing.registry import METHODS
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.conformance.declared import LAWFUL, SMALL, lawful_entries, small_method
-from tests.tolerances import SOLVED, assert_close, assert_near
+from tests.tolerances import SOLVED, TRAINED, assert_close, assert_near
 
 D = torch.float64
 TOTAL, INPUTS, CLASSES = 10, 4, 3
@@ -30,6 +30,7 @@ WHOLE_LAYERS = {  # methods that take no single weights, and what they say
     "kron": r"single weights .*Full\(\)", "ekron": r"single weights .*Full\(\)",
     "mixture_of_laplace": r"single weights .*Full\(\)", "variational_last_layer": "expected those of a last layer",
 }  # fmt: skip
+BY_ADAM = {"valla", "fmgp"}  # another order of the weights rounds otherwise, and its steps enlarge that
 
 
 def net() -> nn.Module:
@@ -59,12 +60,12 @@ def name(request: pytest.FixtureRequest) -> str:
     return chosen
 
 
-def same(one: lw.Fitted, other: lw.Fitted) -> None:
+def same(one: lw.Fitted, other: lw.Fitted, near: float = SOLVED) -> None:
     for joint in (False, True):
         a, b = one.functions(NEW, joint=joint), other.functions(NEW, joint=joint)
         assert_close(a.mean, b.mean)
-        assert_close(a.cov, b.cov, SOLVED)
-    assert_close(one.predict(NEW).probs, other.predict(NEW).probs, SOLVED)
+        assert_close(a.cov, b.cov, near)
+    assert_close(one.predict(NEW).probs, other.predict(NEW).probs, near)
 
 
 def everything(posterior: lw.Fitted, x: Any, generator: torch.Generator) -> list[Tensor]:
@@ -96,7 +97,8 @@ def test_a_subnetwork_of_all_weights_is_the_network(name: str) -> None:
         with pytest.raises(lw.errors.UnsupportedError, match=WHOLE_LAYERS[name.partition(" ")[0]]):
             run(lw.subnetwork(torch.arange(size)))
         return
-    same(run(lw.subnetwork(torch.arange(size))), standard(name))
+    by_adam = name.partition(" ")[0] in BY_ADAM
+    same(run(lw.subnetwork(torch.arange(size))), standard(name), TRAINED if by_adam else SOLVED)
     some = run(lw.subnetworks.by_gradient(model, [(X, Y)], "classification", 11))
     assert some.network.selection.size == 11
     assert bool(torch.isfinite(some.functions(NEW).cov).all())
