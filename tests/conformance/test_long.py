@@ -86,8 +86,8 @@ def data(kind: str) -> tuple[Tensor, Tensor]:
     return x, h + 0.1 * torch.randn(h.shape, dtype=D, generator=gen)
 
 
-def rescaled(kind: str, factors: dict[int, float], eps: float = 0.0) -> nn.Module:
-    """The network with some layers, and the statistics after them, multiplied."""
+def rescaled(kind: str, factors: dict[int, float], eps: float = 1e-30) -> nn.Module:
+    """The network with some layers, and the statistics after them, multiplied; eps as small as every torch takes."""
     model = build(kind, eps).eval()
     model.load_state_dict(state(kind))
     for layer, k in factors.items():
