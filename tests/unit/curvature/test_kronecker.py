@@ -380,3 +380,11 @@ def test_long_decompositions_show_a_bar(monkeypatch: pytest.MonkeyPatch, capsys:
         fitted("wide", 10, prior=None, tuner=lw.tuners.MaximiseEvidence(), progress=progress)
         bars.append("eigendecompositions" in capsys.readouterr().err)
     assert bars == [True, False, False]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_whitened_diagonal_factor_is_that_of_the_dense_matrix(groups: int) -> None:
+    values, root = torch.rand(groups, 4, dtype=D) + 0.5, torch.rand(groups, 4, dtype=D) + 0.5
+    spectrum = DiagonalFactor(values, D).whiten(root)
+    dense = root[..., None] * values.diag_embed() * root[..., None, :]
+    assert_close(spectrum.values.sort().values, torch.linalg.eigvalsh(dense))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing import metrics
 from lapwing.compare import kind_of
+from lapwing.decisions.collecting import training_residuals
 from lapwing.decisions.evaluation import Compared
 from lapwing.errors import CalibrationWarning, DataError
 from lapwing.metrics import ScoreInterval
@@ -503,3 +504,17 @@ def test_a_calibration_error_is_inside_its_interval() -> None:
     x, y = classes(60, generator(15))
     row = classifier().evaluate([(x, y)], resamples=RESAMPLES)["ece"]
     assert 0 <= row.posterior.low < row.posterior.value < row.posterior.high
+
+
+@pytest.mark.parametrize("per_output", [False, True])
+def test_residuals_of_the_training_data_are_those_of_the_network(per_output: bool) -> None:
+    x, y = numbers(40, generator(3))
+    y = torch.cat([y, 3 * y], 1)
+    torch.manual_seed(0)
+    model = nn.Linear(x.shape[1], 2).double().eval()
+    likelihood = lw.Gaussian(per_output=True) if per_output else lw.Gaussian(noise_std=0.5)
+    posterior = lw.fit(model, [(x[:15], y[:15]), (x[15:], y[15:])], likelihood, prior=1.0)
+    squares = (model(x) - y).detach().square().mean(0)
+    residuals = training_residuals(posterior)
+    assert residuals is not None
+    assert residuals.tolist() == pytest.approx((squares if per_output else squares.mean().expand(2)).tolist())

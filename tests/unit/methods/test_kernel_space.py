@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import lapwing as lw
+from lapwing.methods.base import Requirements
 from lapwing.priors import PerLayer
 from tests import problems
 from tests.cases import BY_NAME, Case
@@ -292,3 +294,14 @@ def test_data_in_another_order_at_every_pass(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("lapwing.tangent.CACHE", 0)
     assert_same(fit(), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
     assert_same(fitted(case, lw.KernelSpace(), 0.7), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
+
+
+def test_its_work_is_that_of_the_kernel_and_its_eigenvalues() -> None:
+    """Products are counted by torch, which counts no eigendecomposition."""
+    rows, size = 30, 500
+    with FlopCounterMode(display=False) as counter:
+        x = torch.zeros(rows, size)
+        x @ x.T
+    offer = lw.KernelSpace.offer(Requirements(weights=size, rows=rows, memory=1e9, num_samples=1))
+    assert offer.work == counter.get_total_flops() + 9 * rows**3
+    assert offer.method == lw.KernelSpace(limit=rows)

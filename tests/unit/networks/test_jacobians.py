@@ -462,6 +462,7 @@ def test_a_shifted_network_has_the_outputs_of_the_tangent_model(directional_case
     f, products = outputs_along(shifted, inputs, v)
     step = expected(model, inputs, v, directional_case.outputs)
     assert_close(f, network(inputs) + 0.3 * step[0])
+    assert_close(shifted(inputs), f)
     assert_close(products, step)
 
 

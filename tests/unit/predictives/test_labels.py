@@ -420,3 +420,16 @@ def test_link_temperature_divides_mean_and_spread(likelihood: type) -> None:
 def test_a_wrong_link_temperature_is_refused(likelihood: type, value: float) -> None:
     with pytest.raises(lw.errors.DataError, match="link_temperature"):
         likelihood(link_temperature=value)
+
+
+def test_numbers_that_are_scored_are_those_of_the_probabilities() -> None:
+    """One row each: the negative log-likelihood, whether the guess is right, the Brier score, the confidence."""
+    predictive, y = lw.Categorical().predict(belief(1.0)), torch.tensor([0, 1, 2, 3, 0])
+    known = torch.tensor([True, True, True, True, False])
+    probs = predictive.probs
+    one_hot = torch.nn.functional.one_hot(y, C)
+    expected = torch.stack([
+        -probs[range(B), y].log(), (probs.argmax(1) == y).double(), (probs - one_hot).square().sum(1), probs.amax(1),
+    ], -1)  # fmt: skip
+    scored = predictive.scoring.numbers(predictive, y, known, 0.9)
+    assert_close(scored[:, 0][known], expected[known])
