@@ -8,6 +8,7 @@ from lapwing import baselines, errors, inverse, linear, memory, metrics, plots, 
 from lapwing.api import fit, load, train
 from lapwing.check import check
 from lapwing.compare import compare, evaluate
+from lapwing.crossfit import crossfit, sibling
 from lapwing.data import samples
 from lapwing.ensembles import train_ensemble
 from lapwing.errors import LapwingError
@@ -35,8 +36,8 @@ from lapwing.values.gaussian import FunctionGaussian
 __version__ = "0.2.0"
 
 __all__ = [
-    "fit", "train", "train_ensemble", "load", "check", "compare", "evaluate", "Fitted", "FunctionGaussian",
-    "LapwingError",
+    "fit", "crossfit", "sibling", "train", "train_ensemble", "load", "check", "compare", "evaluate", "Fitted",
+    "FunctionGaussian", "LapwingError",
     "Gaussian", "Categorical", "Bernoulli", "Poisson", "HeteroscedasticGaussian",
     "Full", "Diagonal", "Kron", "EKron", "LowRank", "KernelSpace", "Sampled", "ELLA", "VaLLA", "HFL", "FMGP", "Auto",
     "all_weights", "last_layer", "named", "subnetwork", "isotropic", "per_layer", "grouped",

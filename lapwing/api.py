@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lapwing import files, training
+from lapwing.crossfit import Sibling
 from lapwing.data.batches import Data, cut_for_training
 from lapwing.data.known_rows import KnownRows
 from lapwing.data.processes import Processes, in_all_processes
@@ -53,7 +54,7 @@ def fit(
     method: Method | OverNetworks | Auto | str | None = None,
     weights: Weights | str | None = None,
     prior: Prior | float | None = None,
-    validation: Iterable[object] | None = None,
+    validation: Iterable[object] | Sibling | None = None,
     tuner: Tuner | None = None,
     target_key: str | None = None,
     output: str | int | tuple[str | int, ...] | None = None,
@@ -86,7 +87,8 @@ def fit(
             width of the error bars. The posterior is then a mixture over precisions and, for classification, softmax
             temperatures and an offset of the logits, or noise and tails for regression (``lw.tuners.Integrate``), and
             ``posterior.summary()`` compares it with the plain network. Cost: a forward pass and one or two passes over
-            these data. A given prior is kept.
+            these data. A given prior is kept. ``lw.sibling(train_fn)`` stands for such data: one more training, and no
+            row given up.
         tuner: Learns the precision in another way: an object from ``lw.tuners``, such as ``MaximiseEvidence()``, the
             naive evidence. Without one, a precision from the evidence (about ten factorisations, no data) is the
             centre of a mixture: over ``validation``, or, without such data, a guarded one close to the plain network
@@ -128,6 +130,13 @@ def fit(
             "are integrated by lw.tuners.Integrate; give that tuner itself to change its settings."
         )
     GENERATOR.check("generator", generator)
+    if isinstance(validation, Sibling):
+        if process_group is not None:
+            raise UnsupportedError("validation=lw.sibling(...) works in one process; expected no process_group.")
+        return validation.crossfit(
+            model, data, likelihood, method=method, weights=weights, prior=prior, target_key=target_key, output=output,
+            progress=progress,
+        ).posterior  # fmt: skip
     model, data = extract_network(model), extract_data(model, data)
     processes = Processes.of(process_group)
     generator = processes.common_generator(generator)

@@ -308,7 +308,7 @@ def evaluate(
         FITTED.check(repr(name), fitted)
     compared = {name: (fitted, fitted.posterior) for name, fitted in posteriors.items()}
     plain = _plain_networks(posteriors)
-    found = score_posteriors({**compared, **plain}, data, level, target_key, progress)
+    found = score_posteriors([{**compared, **plain}], [data], level, target_key, progress)
     tasks = {name: each.scoring.task for name, each in found.items()}
     if len(set(tasks.values())) > 1:
         raise DataError(f"the posteriors predict different things: {tasks}; expected one task for all.")

@@ -134,9 +134,9 @@ class FitInProgress:
     posterior: Posterior = field(init=False)
     reused: Reused = field(init=False)
 
-    def run(self) -> Fitted:
-        """Take all steps, and return the result."""
-        for step in STEPS:
+    def run(self, steps: Iterable[Callable[[FitInProgress], None]] | None = None) -> Fitted:
+        """Take all steps, or some of them, and return the result."""
+        for step in STEPS if steps is None else steps:
             step(self)
         fingerprint = Fingerprint.of(self.posterior.problem.network.model, self.structure)
         name = type(self.chosen).__name__

@@ -259,6 +259,12 @@ class Remark:
         return DataError(self.text)
 
 
+def row_marks(inputs: Any, count: int) -> Tensor | None:
+    """Return a hash of the inputs of each sample, (n,); None where samples are not rows."""
+    sums = _sums(inputs, count)
+    return None if sums is None else _mixed(sums.clone())
+
+
 def _sums(inputs: Any, count: int) -> Tensor | None:
     """Return a sum (n,) over the inputs of each sample, to be mixed; None where samples are not rows.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -110,30 +110,31 @@ class Scored:
 
 
 def score_posteriors(
-    posteriors: Mapping[str, tuple[Fitted, Posterior]], data: Iterable[object], level: float, target_key: str | None,
-    progress: bool | None,
+    posteriors: Sequence[Mapping[str, tuple[Fitted, Posterior]]], data: Sequence[Iterable[object]], level: float,
+    target_key: str | None, progress: bool | None,
 ) -> dict[str, Scored]:  # fmt: skip
     """Return the numbers of all data under several posteriors, from one pass over the data.
 
     Args:
-        posteriors: By name, a fitted posterior with its network and likelihood, and what predicts.
-        data: A loader or batches with targets.
+        posteriors: For each of the data, by name: a fitted posterior with its network, and what predicts.
+        data: Loaders or batches with targets.
         level: The probability of the intervals whose coverage is scored.
         target_key: As for ``fit``.
         progress: As for ``predict``.
     """
     PROBABILITY.check("level", level)
-    gathered = {name: _EvaluationRows() for name in posteriors}
-    first = next(iter(posteriors.values()))[0]
-    for fitted, _ in posteriors.values():
-        fitted._refuse_changed()
-    with torch.no_grad():
-        source = source_of(first.network, data, "data", target_key, progress)
-        for batch in batches_of(first.network, source):
-            for name, (fitted, predicts) in posteriors.items():
-                gathered[name].add(fitted, predicts, batch, level)
-    for fitted in {id(fitted): fitted for fitted, _ in posteriors.values()}.values():
-        warn_reused(fitted, source.sketch(), "data")
+    gathered = {name: _EvaluationRows() for name in posteriors[0]}
+    for named, part in zip(posteriors, data, strict=True):
+        first = next(iter(named.values()))[0]
+        for fitted, _ in named.values():
+            fitted._refuse_changed()
+        with torch.no_grad():
+            source = source_of(first.network, part, "data", target_key, progress)
+            for batch in batches_of(first.network, source):
+                for name, (fitted, predicts) in named.items():
+                    gathered[name].add(fitted, predicts, batch, level)
+        for fitted in {id(fitted): fitted for fitted, _ in named.values()}.values():
+            warn_reused(fitted, source.sketch(), "data")
     return {name: each.value(name) for name, each in gathered.items()}
 
 
@@ -468,9 +469,20 @@ def evaluation_of(
     target_key: str | None, progress: bool | None, generator: torch.Generator | None,
 ) -> Evaluation:  # fmt: skip
     """Return the scores of a posterior beside the plain network's; see ``Fitted.evaluate``."""
-    plain = plain_of(posterior)
-    pairs = {"posterior": (posterior, posterior.posterior), PLAIN: (posterior, plain)}
-    found = score_posteriors(pairs, data, level, target_key, progress)
+    return evaluation_of_parts(
+        [(posterior, data)], level=level, confidence=confidence, resamples=resamples, target_key=target_key,
+        progress=progress, generator=generator,
+    )  # fmt: skip
+
+
+def evaluation_of_parts(
+    parts: Sequence[tuple[Fitted, Iterable[object]]], *, level: float, confidence: float, resamples: int,
+    target_key: str | None, progress: bool | None, generator: torch.Generator | None,
+) -> Evaluation:  # fmt: skip
+    """Return scores of posteriors, each on its own data, beside their plain networks, as those of one posterior."""
+    posterior = parts[0][0]
+    pairs = [{"posterior": (each, each.posterior), PLAIN: (each, plain_of(each))} for each, _ in parts]
+    found = score_posteriors(pairs, [data for _, data in parts], level, target_key, progress)
     bootstrapped = Bootstrap.of(found, level, confidence, resamples, generator)
     own, base = found["posterior"], found[PLAIN]
     return Evaluation(

@@ -42,7 +42,7 @@ class Trace:
     steps: tuple[Step, ...] = ()
     findings: tuple[str, ...] = ()
     scores: Mapping[str, float] = field(default_factory=dict)  # NLL of the alternatives that were compared, by name
-    scored_on: str = ""  # "training" or "validation" data; scores on the latter are cross-validated
+    scored_on: str = ""  # "training", "validation" (cross-validated) or "out-of-fold" data
     verdict: str = ""  # how the result compares with the alternatives, in a sentence
 
     @property
@@ -77,6 +77,6 @@ _STEP = Record(
 TRACE = Maybe(  # what a file may hold
     Record(
         Trace, tuner=Text(), score=Text(), steps=ListOf(_STEP), findings=ListOf(Text()), scores=MapOf(UNLIMITED),
-        scored_on=Text(("", "training", "validation")), verdict=Later(Text()),
+        scored_on=Text(("", "training", "validation", "out-of-fold")), verdict=Later(Text()),
     )
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -390,12 +390,22 @@ def compare_scores(
     others = {"plain network": scores[:, grid.unchanged]}
     if len(rescalings) > 1 and len(rescaled) == len(scores):
         others["noise refitted" if grid.cells[0].likelihood.has_tails else "temperature scaling"] = rescaled
+    return compare_held_out(mixed, others, counts)
+
+
+def compare_held_out(
+    mixed: Tensor, others: Mapping[str, Tensor], counts: Tensor, name: str = "validation"
+) -> tuple[dict[str, float], str, tuple[str, ...]]:
+    """Compare the log-likelihoods of a mixture (n,) with those of others, on data of this name.
+
+    Returns what ``compare_scores`` does.
+    """
     compared = {name: -float(mean_score(each, counts)) for name, each in others.items()}
     compared["mixture"] = -float(mean_score(mixed, counts))
     gaps = {name: _mean_and_error(mixed - each, counts) for name, each in others.items()}
     gain, error = gaps["plain network"]
     worse = () if -gain <= max(2 * error, CLEARLY) else (
-        f"the plain network predicts the validation data better, by {-gain:.3g} nats; its error bars "
+        f"the plain network predicts the {name} data better, by {-gain:.3g} nats; its error bars "
         "from this method do not help. Check that validation and training data come from the same source.",
     )  # fmt: skip
     return compared, _verdict(compared, gaps), worse

@@ -1,0 +1,566 @@
+"""Folds for cross-fitting: which rows belong together, how they are split, and networks trained without a fold."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import multiprocessing
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from lapwing.data.batches import Data, is_pair, to_batch
+from lapwing.data.inputs import Batch, SampleRows, n_rows, named_leaves, take
+from lapwing.data.known_rows import row_marks
+from lapwing.data.samples import Weighted
+from lapwing.errors import DataError, FileError, LapwingError, ModelError, UnsupportedError
+from lapwing.networks.forward import extract_network
+from lapwing.runtime import files
+from lapwing.runtime.settings import describe, is_integer
+from lapwing.runtime.state import State
+from lapwing.runtime.threads import ProgressBar
+
+TrainFunction = Callable[[Tensor, int], Any]  # from row numbers and a seed to a trained network
+FEW = 100  # rows below which a remark says that results vary
+POINTS = 2**24  # numbers of the inputs that are kept to compare rows
+COMPARED, AMONG = 500, 20_000  # rows whose neighbours are looked for, and among how many
+NEAR = 1e-3  # probability of a neighbour as near as this, if rows are independent, below which it is a copy
+COPIES = 0.1  # share of near-copies from which it is worth a remark
+UNEQUAL = 2.0  # ratio of the sizes of two folds from which it is worth a remark
+ERRORS = 4.0  # standard errors by which the frequency of a class in a fold may differ
+CHECKPOINT = "lapwing-fold"
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Data as rows that can be taken by their numbers.
+
+    Args:
+        source: A Dataset, or a pair as one batch.
+        targets: Those of all rows, (N, ...).
+        marks: A hash of the inputs of each row, (N,); None if they cannot be compared.
+        points: The inputs of each row as numbers, (N, d); None if they are too many.
+    """
+
+    source: Dataset[Any] | Batch
+    targets: Tensor
+    marks: Tensor | None = None
+    points: Tensor | None = None
+
+    @classmethod
+    def of(cls, data: Any, target_key: str | None, dtype: torch.dtype) -> Rows:
+        """Read all rows once, in their order."""
+        source: Dataset[Any] | Batch
+        if is_pair(data):
+            source = to_batch(data, target_key, dtype)
+        elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and hasattr(data, "__len__"):
+            source = data
+        else:
+            what = describe(data) if isinstance(data, Tensor) else type(data).__name__
+            raise DataError(
+                f"data is a {what}; expected rows that can be taken by number: a Dataset with a length, or one pair "
+                "(inputs, targets) of tensors, arrays or frames. Give the dataset of a DataLoader: loader.dataset."
+            )
+        targets, marks, points, numbers = list[Tensor](), list[Tensor | None](), list[Tensor](), 0
+        reading = Data(data, torch.device("cpu"), target_key, name="data", dtype=dtype)
+        for batch in reading.batches("reading rows", weighted=True):
+            targets.append(batch.targets)
+            marks.append(row_marks(batch.inputs, batch.n_samples))
+            leaves = [leaf for _, leaf in named_leaves(batch.inputs) if isinstance(leaf, Tensor)]
+            flat = [t.reshape(len(t), -1).float() for t in leaves if n_rows(t) == batch.n_samples]
+            numbers += sum(t.numel() for t in flat)
+            if flat and numbers <= POINTS:
+                points.append(torch.cat(flat, 1))
+        hashed = None if any(each is None for each in marks) else torch.cat([m for m in marks if m is not None])
+        kept = torch.cat(points) if len(points) == len(targets) and len({p.shape[1] for p in points}) == 1 else None
+        return cls(source, torch.cat(targets), hashed, kept)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def take(self, rows: Tensor) -> Any:
+        """Return some rows as data for ``fit``."""
+        if not isinstance(self.source, Batch):
+            return Subset(self.source, rows.tolist())
+        batch = self.source
+        per_sample = SampleRows().per_sample(batch.inputs, batch.n_samples)
+        targets = batch.targets[rows.to(batch.targets.device)]
+        inputs = take(batch.inputs, per_sample, rows)
+        return inputs, targets if batch.weights is None else Weighted(targets, batch.weights[rows])
+
+    def labels(self) -> Tensor | None:
+        """Return the class of every row, (N,); None if targets are not classes, one for each row."""
+        return None if self.targets.ndim != 1 or self.targets.is_floating_point() else self.targets.long()
+
+    def digest(self) -> str:
+        """Return a hash of inputs and targets in their order, to recognise the data."""
+        return " ".join(str(_ordered_hash(part)) for part in (self.targets, self.marks) if part is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """One fold: the rows that a network is trained on, and those that it is judged by."""
+
+    training: Tensor
+    held_out: Tensor
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        return self.training, self.held_out
+
+
+def splits_of(
+    rows: Rows, folds: Any, groups: Sequence[Any] | None, order: Sequence[Any] | None, seed: int
+) -> tuple[Split, ...]:
+    """Return the folds of these rows; see ``lapwing.crossfit``.
+
+    Args:
+        rows: The data.
+        folds: A number of folds; a fold number for each row; a splitter of scikit-learn; or (train, test) pairs.
+        groups: For each row the group that it belongs to: rows of a group stay in one fold.
+        order: For each row when it was measured: networks are trained on earlier rows than those they are judged by.
+        seed: Of the random folds.
+    """
+    n = len(rows)
+    for name, given in (("groups", groups), ("order", order)):
+        if given is not None and len(given) != n:
+            raise DataError(f"{name} has {len(given)} entries for {n} rows; expected one for each row.")
+    if hasattr(folds, "split") and not isinstance(folds, Tensor):
+        pairs: Iterable[Any] = folds.split(list(range(n)), rows.targets.tolist(), groups)
+    elif isinstance(folds, bool) or not (is_integer(folds) or hasattr(folds, "__len__")):
+        raise UnsupportedError(
+            f"folds is {folds!r:.60}; expected a number of folds, a fold number for each row, a splitter of "
+            "scikit-learn or a list of (train, test) pairs of row numbers."
+        )
+    elif is_integer(folds):
+        if not 2 <= folds <= n:
+            raise DataError(f"folds is {folds} for {n} rows; expected at least 2 and at most the number of rows.")
+        if order is not None:
+            return _in_order(order, int(folds))
+        pairs = _pairs(_assign(rows, int(folds), groups, seed))
+    elif len(folds) and not isinstance(folds, Tensor) and isinstance(folds[0], tuple | list):
+        pairs = folds
+    else:
+        numbers = torch.as_tensor(folds)
+        if numbers.shape != (n,) or numbers.is_floating_point():
+            raise DataError(f"folds is {describe(numbers)}; expected a fold number for each of {n} rows.")
+        pairs = _pairs(numbers.long())
+    splits = tuple(Split(*(torch.as_tensor(part).long() for part in pair)) for pair in pairs)
+    _refuse_unusable(splits, n)
+    return splits
+
+
+def _pairs(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the rows outside and inside of every fold, from the fold number of each row."""
+    for number in numbers.unique():
+        yield (numbers != number).nonzero()[:, 0], (numbers == number).nonzero()[:, 0]
+
+
+def _refuse_unusable(splits: Sequence[Split], n: int) -> None:
+    """Raise unless every fold has rows on both sides, none on both, and no row is judged twice."""
+    if not splits:
+        raise DataError("folds is empty; expected at least one (train, test) pair of row numbers.")
+    judged = torch.zeros(n, dtype=torch.long)
+    for k, split in enumerate(splits):
+        for name, part in (("training", split.training), ("held-out", split.held_out)):
+            if not len(part):
+                raise DataError(f"fold {k} has no {name} rows; expected some.")
+            if int(part.min()) < 0 or int(part.max()) >= n:
+                raise DataError(f"fold {k} has the {name} row {int(part.max())}; expected numbers from 0 to {n - 1}.")
+        if bool(torch.isin(split.held_out, split.training).any()):
+            raise DataError(f"fold {k} has held-out rows among its training rows; expected different ones.")
+        judged[split.held_out] += 1
+    if int(judged.max()) > 1:
+        raise DataError(f"row {int(judged.argmax())} is held out in several folds; expected each in one at most.")
+
+
+def _in_order(order: Sequence[Any], folds: int) -> tuple[Split, ...]:
+    """Return folds in which every network is trained on earlier rows; rows of equal time stay together."""
+    times = torch.as_tensor(order)
+    _, rank = times.unique(return_inverse=True)
+    sorted_rows = rank.argsort(stable=True)
+    cuts = [round(len(rank) * k / (folds + 1)) for k in range(folds + 2)]
+    starts = [int(rank[sorted_rows[cut]]) if cut < len(rank) else int(rank.max()) + 1 for cut in cuts]
+    splits = []
+    for low, high in pairwise(starts):
+        if 0 < low < high:
+            splits.append(Split((rank < low).nonzero()[:, 0], ((rank >= low) & (rank < high)).nonzero()[:, 0]))
+    if not splits:
+        raise DataError("order has one value for nearly all rows; expected times that tell rows apart.")
+    return tuple(splits)
+
+
+def _assign(rows: Rows, folds: int, groups: Sequence[Any] | None, seed: int) -> Tensor:
+    """Return the fold of every row, (N,): equal frequencies of the classes, and what belongs together in one fold."""
+    n, generator = len(rows), random.Random(seed)
+    labels = rows.labels()
+    classes = [0] * n if labels is None else labels.tolist()
+    members: dict[int, list[int]] = {}
+    for row, unit in enumerate(_units(rows, groups)):
+        members.setdefault(unit, []).append(row)
+    if len(members) < folds:
+        raise DataError(f"{len(members)} groups for {folds} folds; expected at least as many groups. Lower folds.")
+    units = list(members.values())
+    generator.shuffle(units)
+    numbers = torch.empty(n, dtype=torch.long)
+    if len(units) == n:
+        for position, (row,) in enumerate(sorted(units, key=lambda unit: classes[unit[0]])):
+            numbers[row] = position % folds
+        return numbers
+    totals = Counter(classes)
+    loads = [Counter[int]() for _ in range(folds)]
+    for together in sorted(units, key=len, reverse=True):
+        own = Counter(classes[row] for row in together)
+        crowded = [(sum(count * load[c] / totals[c] for c, count in own.items()), sum(load.values())) for load in loads]
+        fold = crowded.index(min(crowded))
+        loads[fold] += own
+        numbers[together] = fold
+    return numbers
+
+
+def _units(rows: Rows, groups: Sequence[Any] | None) -> list[int]:
+    """Return for every row what it belongs to: rows of one group, and rows with the same inputs."""
+    names = (
+        range(len(rows)) if groups is None else [each.item() if isinstance(each, Tensor) else each for each in groups]
+    )
+    parent: dict[Any, Any] = {}
+
+    def root(key: Any) -> Any:
+        while parent.setdefault(key, key) != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    marks = None if rows.marks is None else rows.marks.tolist()
+    for row, name in enumerate(names):
+        if marks is not None:
+            parent[root(("inputs", marks[row]))] = root(("group", name))
+    order: dict[Any, int] = {}
+    return [order.setdefault(root(("group", name)), len(order)) for name in names]
+
+
+def split_findings(rows: Rows, splits: Sequence[Split]) -> tuple[str, ...]:
+    """Return remarks on the folds: few rows, unequal sizes and frequencies, classes without training rows, copies."""
+    findings = []
+    if len(rows) < FEW:
+        findings.append(f"{len(rows)} rows: with fewer than {FEW} the result varies with the folds. ")
+    sizes = [len(split.held_out) for split in splits]
+    if max(sizes) >= UNEQUAL * min(sizes):
+        findings.append(f"folds have {min(sizes)} to {max(sizes)} rows: the large ones decide. Balance them.")
+    labels = rows.labels()
+    if labels is not None:
+        findings += _frequency_findings(labels, splits)
+    copies = _share_of_copies(rows, splits)
+    if copies > COPIES:
+        findings.append(
+            f"{copies:.0%} of the held-out rows have a near-copy among the training rows of their fold: networks have "
+            "seen them, and the scores are too good. Give groups=..., so that copies stay in one fold."
+        )
+    return tuple(findings)
+
+
+def _frequency_findings(labels: Tensor, splits: Sequence[Split]) -> Iterator[str]:
+    classes = int(labels.max()) + 1
+    one_hot = torch.nn.functional.one_hot(labels.clamp_min(0), classes).double()
+    share = one_hot.mean(0)
+    apart = set()
+    for split in splits:
+        known = one_hot[split.training].sum(0) > 0
+        missing = (~known & (one_hot[split.held_out].sum(0) > 0)).nonzero()[:, 0].tolist()
+        if missing:
+            yield (
+                f"class {', '.join(map(str, missing[:5]))} has no row in the training rows of a fold; its rows are not "
+                "scored there. Give folds that have every class on both sides."
+            )
+        own = one_hot[split.held_out].mean(0)
+        error = (share * (1 - share) / len(split.held_out)).sqrt()
+        apart |= set(((own - share).abs() > ERRORS * error + 1 / len(split.held_out)).nonzero()[:, 0].tolist())
+    if apart:
+        yield (
+            f"the frequency of class {', '.join(map(str, sorted(apart)[:5]))} differs between folds by more than "
+            "chance: scores mix several populations. Give folds with equal frequencies if these are not meant."
+        )
+
+
+def scored_rows(rows: Rows, split: Split) -> Tensor:
+    """Return the held-out rows of a fold that are scored: not those of classes that its network has never seen."""
+    labels = rows.labels()
+    if labels is None:
+        return split.held_out
+    return split.held_out[torch.isin(labels[split.held_out], labels[split.training].unique())]
+
+
+def _share_of_copies(rows: Rows, splits: Sequence[Split]) -> float:
+    """Return the share of held-out rows whose nearest training row is too near for independent rows.
+
+    In d dimensions (r₁/r₁₀)ᵈ, of the distances to the first and the tenth neighbour, is Beta(1, 9). The dimension is
+    that of the data, from the distances to the tenth and the twentieth.
+    """
+    if rows.points is None or len(rows) < FEW:
+        return 0.0
+    points = rows.points - rows.points.mean(0)
+    points = points[:, points.std(0) > 0]
+    if not points.shape[1]:
+        return 0.0
+    points = points / points.std(0)
+    generator = torch.Generator().manual_seed(0)
+    distances = []
+    for split in splits:
+        pick = lambda part, most: part[torch.randperm(len(part), generator=generator)[:most]]
+        asked = pick(split.held_out, -(-COMPARED // len(splits)))
+        among = pick(split.training, AMONG)
+        if len(among) >= 20:
+            distances.append(torch.cdist(points[asked], points[among]).topk(20, largest=False, sorted=True).values)
+    if not distances:
+        return 0.0
+    near, tenth, last = torch.cat(distances)[:, [0, 9, 19]].double().unbind(1)
+    usable = (tenth > 0) & (last > tenth)
+    if int(usable.sum()) < FEW // 2:
+        return 0.0
+    dimension = math.log(2) / float((last / tenth)[usable].log().median())
+    return float(((near / tenth)[usable].pow(dimension) < 1 - (1 - NEAR) ** (1 / 9)).double().mean())
+
+
+@dataclass(frozen=True)
+class Training:
+    """One network to train: its name, the rows and the seed."""
+
+    name: str
+    rows: Tensor = field(repr=False)
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Trainer:
+    """Trains the networks of the folds: one after another or in processes, each kept in a checkpoint.
+
+    Args:
+        train_fn: The user's recipe.
+        template: A network of the same form, into whose copy weights are read; needed for checkpoints.
+        folder: Where the checkpoints are.
+        data: A hash of the data, for the checkpoints.
+        workers: How many networks are trained at a time.
+        progress: Whether to show progress.
+    """
+
+    train_fn: TrainFunction
+    template: nn.Module | None
+    folder: Path | None
+    data: str
+    workers: int
+    progress: bool
+
+    def run(self, trainings: Sequence[Training]) -> list[nn.Module]:
+        """Return the trained networks; those with a checkpoint are read. A failure is raised after all others ended."""
+        found = {training: self._read(training) for training in trainings}
+        missing = [training for training, model in found.items() if model is None]
+        failures: dict[str, LapwingError] = {}
+        bar = ProgressBar(self._outcomes(missing), "training folds", self.progress, first=len(found) - len(missing))
+        for training, outcome in bar:
+            if isinstance(outcome, LapwingError):
+                failures[training.name] = outcome
+                continue
+            found[training] = outcome
+            self._write(training, outcome)
+        if failures:
+            kept = "" if self.folder is None else f" The others are kept in {self.folder}: call again to go on."
+            kept = kept or " With folder=... a repeated call goes on from the others."
+            first = next(iter(failures.values()))
+            raise type(first)(f"{first}{kept}") from first.__cause__
+        models = [model for model in found.values() if model is not None]
+        _refuse_same(trainings, models)
+        return models
+
+    def _outcomes(self, trainings: Sequence[Training]) -> Iterable[tuple[Training, nn.Module | LapwingError]]:
+        if self.workers == 1 or len(trainings) < 2:
+            return ((training, _attempt(self.train_fn, training)) for training in trainings)
+        return _in_processes(self.train_fn, trainings, self.workers, self.template)
+
+    def _path(self, training: Training) -> Path | None:
+        return None if self.folder is None else self.folder / f"{training.name.replace(' ', '')}.lapwing"
+
+    def _facts(self, training: Training) -> str:
+        return f"data {self.data}, rows {_ordered_hash(training.rows)}, seed {training.seed}"
+
+    def _read(self, training: Training) -> nn.Module | None:
+        path = self._path(training)
+        if path is None or self.template is None or not path.exists():
+            return None
+        state = files.read(path, CHECKPOINT, "network of a fold")
+        if state.settings.get("facts") != self._facts(training):
+            raise DataError(
+                f"{path} has the network of {training.name} for other data, rows or seed; expected the same. Choose "
+                "another folder, or delete it."
+            )
+        return _with_weights(self.template, dict(state.tensors), str(path))
+
+    def _write(self, training: Training, model: nn.Module) -> None:
+        path = self._path(training)
+        if path is not None:
+            tensors = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+            files.write(path, State(CHECKPOINT, {"facts": self._facts(training)}, tensors))
+
+
+def _with_weights(template: nn.Module, weights: dict[str, Tensor], where: str) -> nn.Module:
+    """Return a copy of a network with other weights, in evaluation mode."""
+    model = copy.deepcopy(template)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise FileError(f"{where} holds the weights of another network than model: {error}") from error
+    return model.eval()
+
+
+def _attempt(train_fn: TrainFunction, training: Training) -> nn.Module | LapwingError:
+    """Return the trained network, or an error that names the fold."""
+    try:
+        with undisturbed_state(training):
+            trained = train_fn(training.rows.clone(), training.seed)
+        model = extract_network(trained)
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"train_fn returned a {type(trained).__name__}; expected the trained torch.nn.Module.")
+        if any(module.training for module in model.modules()):
+            raise ModelError("train_fn returned a network in training mode; expected evaluation mode: model.eval().")
+    except Exception as error:
+        kind = type(error) if isinstance(error, DataError | ModelError | UnsupportedError) else ModelError
+        words = str(error) if isinstance(error, LapwingError) else f"train_fn raised {type(error).__name__}: {error}."
+        failure = kind(f"{training.name}: {words}")
+        failure.__cause__ = error
+        return failure
+    return model
+
+
+@contextmanager
+def undisturbed_state(training: Training) -> Iterator[None]:
+    """Seed all random numbers for one training, and restore them; raise if a setting of torch was left changed."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), None if numpy is None else numpy.random.get_state()
+    settings = _settings()
+    with torch.random.fork_rng(), torch.enable_grad():
+        torch.manual_seed(training.seed)
+        random.seed(training.seed)
+        if numpy is not None:
+            numpy.random.seed(training.seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            if numpy is not None:
+                numpy.random.set_state(before[1])
+            changed = [name for name, value in _settings().items() if value != settings[name]]
+            torch.set_default_dtype(settings["default dtype"])
+            torch.use_deterministic_algorithms(settings["deterministic algorithms"])
+    if changed:
+        raise UnsupportedError(
+            f"train_fn changed {', '.join(changed)} of torch for the whole program, which was set back; expected it to "
+            "leave global settings alone. Set them before crossfit()."
+        )
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _refuse_same(trainings: Sequence[Training], models: Sequence[nn.Module]) -> None:
+    """Raise if two networks are one object, or have the same weights."""
+    for i, (training, model) in enumerate(zip(trainings, models, strict=True)):
+        for other, earlier in zip(trainings[:i], models[:i], strict=True):
+            if model is earlier or _same_weights(model, earlier):
+                raise ModelError(
+                    f"train_fn returned the same network for {other.name} and {training.name}, though their rows "
+                    "differ; expected a new network, trained on data[rows], at every call."
+                )
+
+
+def _same_weights(one: nn.Module, other: nn.Module) -> bool:
+    weights = [[p for p in model.parameters() if p.requires_grad] for model in (one, other)]
+    return len(weights[0]) == len(weights[1]) > 0 and all(
+        a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu())) for a, b in zip(*weights, strict=True)
+    )
+
+
+def _in_processes(
+    train_fn: TrainFunction, trainings: Sequence[Training], workers: int, template: nn.Module | None
+) -> Iterator[tuple[Training, nn.Module | LapwingError]]:
+    """Yield each training with its network, trained in a process of its own, as they end.
+
+    Processes are forked where the system can, so that ``train_fn`` may be any function, with one thread each.
+    """
+    forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
+    context = multiprocessing.get_context("fork" if forks else "spawn")
+    waiting, running = list(trainings), dict[Connection, tuple[Training, Any]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                training = waiting.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                threads = max(1, torch.get_num_threads() // workers)
+                arguments = (theirs, train_fn, training, template is not None, threads)
+                process = context.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
+                process.start()
+                theirs.close()
+                running[ours] = training, process
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                training, process = running.pop(ready)
+                yield training, _received(ready, training, template)
+                process.join()
+    finally:
+        for _, process in running.values():
+            process.terminate()
+
+
+def _work(pipe: Connection, train_fn: TrainFunction, training: Training, weights_alone: bool, threads: int) -> None:
+    """Train one network in a process, and send it: its weights alone, or the network itself."""
+    torch.set_num_threads(threads)
+    outcome = _attempt(train_fn, training)
+    buffer = io.BytesIO()
+    if isinstance(outcome, LapwingError):
+        pipe.send((type(outcome), str(outcome), b""))
+        return
+    try:
+        torch.save(outcome.state_dict() if weights_alone else outcome, buffer)
+    except Exception as error:
+        words = (
+            f"{training.name}: the network cannot be sent between processes ({error}). Use workers=1, or give model."
+        )
+        pipe.send((ModelError, words, b""))
+        return
+    pipe.send((None, "", buffer.getvalue()))
+
+
+def _received(pipe: Connection, training: Training, template: nn.Module | None) -> nn.Module | LapwingError:
+    """Return what a process sent."""
+    try:
+        kind, words, content = pipe.recv()
+    except EOFError:
+        return ModelError(f"{training.name}: the process that trained it ended without a result.")
+    finally:
+        pipe.close()
+    if kind is not None:
+        failure: LapwingError = kind(words)
+        return failure
+    sent = torch.load(io.BytesIO(content), weights_only=template is not None)
+    return sent if template is None else _with_weights(template, sent, training.name)
+
+
+def _ordered_hash(values: Tensor) -> int:
+    """Return a hash of rows (n, ...) in their order."""
+    marks = row_marks(values, len(values))
+    assert marks is not None  # it is one tensor
+    return int((marks * (2 * torch.arange(len(marks)) + 1)).sum())

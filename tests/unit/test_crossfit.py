@@ -1,0 +1,402 @@
+"""Cross-fitting against what it says: the weights of the cells, honest predictions, guarantees, and wrong recipes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.crossfit import CrossFit, Pool
+from lapwing.errors import DataError, FileError, ModelError, UnsupportedError
+from lapwing.folds import Rows, split_findings, splits_of
+from tests.tolerances import SOLVED, assert_close, least_hits
+
+D = torch.float64
+N = 120
+
+
+def inputs(n: int = N, seed: int = 0) -> Tensor:
+    return torch.randn(n, 3, dtype=D, generator=torch.Generator().manual_seed(seed))
+
+
+def labels(x: Tensor, seed: int = 1) -> Tensor:
+    noise = torch.randn(len(x), dtype=D, generator=torch.Generator().manual_seed(seed))
+    return (x[:, 0] + 0.7 * noise > 0).long() + (x[:, 1] > 1).long()
+
+
+def numbers(x: Tensor, seed: int = 1) -> Tensor:
+    noise = torch.randn(len(x), 1, dtype=D, generator=torch.Generator().manual_seed(seed))
+    return x[:, :1].sin() + 0.3 * noise
+
+
+def trained(x: Tensor, y: Tensor, steps: int = 60) -> nn.Module:
+    """A small network, overfitted with the global random numbers."""
+    net = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 1 if y.is_floating_point() else 3)).double()
+    loss = nn.functional.mse_loss if y.is_floating_point() else nn.functional.cross_entropy
+    optimiser = torch.optim.Adam(net.parameters(), 0.05)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss(net(x), y).backward()
+        optimiser.step()
+    return net.eval()
+
+
+def recipe(x: Tensor, y: Tensor, steps: int = 60) -> Callable[[Tensor, int], nn.Module]:
+    return lambda rows, seed: trained(x[rows], y[rows], steps)
+
+
+LIKELIHOODS = {"classification": labels, "regression": numbers}
+
+
+@cache
+def crossed(task: str) -> CrossFit:
+    x = inputs()
+    y = LIKELIHOODS[task](x)
+    return lw.crossfit(recipe(x, y), (x, y), task, folds=4, method=lw.Diagonal())
+
+
+@pytest.mark.parametrize("task", LIKELIHOODS)
+def test_one_fold_of_the_same_network_is_validation_data(task: str) -> None:
+    """A sibling that is the network itself says what validation data say."""
+    x = inputs()
+    y = LIKELIHOODS[task](x)
+    net = trained(x[:80], y[:80])
+    posterior = lw.fit(net, (x[:80], y[:80]), task, method=lw.Diagonal(), tuner=lw.tuners.MaximiseEvidence()).posterior
+    held_out = posterior.problem.network.read_data((x[80:], y[80:]))
+    expected = lw.tuners.Integrate((x[80:], y[80:]))(posterior)
+    pool = Pool.of(posterior, [(posterior, held_out)])
+    mixture = pool.mixture(pool.grid, pool.weights())
+    assert_close(mixture.weights, expected.weights)
+    assert_close(mixture.belief(x).cov, expected.belief(x).cov)
+
+
+@pytest.mark.parametrize("task", LIKELIHOODS)
+def test_cells_are_weighted_by_what_each_network_has_not_seen(task: str) -> None:
+    """log w = log prior + Σ log p(y | x, cell), one cell and one row after another."""
+    result = crossed(task)
+    x = inputs()
+    y = LIKELIHOODS[task](x)
+    final = result.posterior.posterior
+    folds = [(fold, fold.posterior.posterior) for fold in result.folds]
+    assert torch.cat([fold.held_out for fold in result.folds]).sort().values.tolist() == list(range(N))
+    totals = []
+    for cell in final.cells:
+        ratio = final.beliefs[cell.belief].precisions
+        relative = None if ratio is None else ratio / final.base.problem.prior.values
+        heat = cell.likelihood.dispersion / final.base.problem.likelihood.dispersion
+        total = 0.0
+        for fold, mixture in folds:
+            base = mixture.base
+            assert not set(fold.held_out.tolist()) & set(fold.training.tolist())
+            if relative is not None:
+                base = base.with_problem(base.problem.with_precisions(base.problem.prior.values * relative))
+            likelihood = cell.likelihood
+            if task == "regression":
+                likelihood = likelihood.with_dispersion(mixture.base.problem.likelihood.dispersion * heat)
+            rows = fold.held_out
+            total += float(likelihood.predict(base.belief(x[rows]).widened(cell.scale)).log_prob(y[rows]).sum())
+        totals.append(total)
+    prior = torch.zeros(len(totals), dtype=D)
+    grid = Pool.of(final.base, [(m.base, f.posterior.network.read_data(f.data)) for f, m in folds]).grid
+    for i, cell in enumerate(final.cells):
+        same = [
+            float(p) for p, each in zip(grid.log_prior, grid.cells, strict=True)
+            if each.scale == cell.scale and _same(each, cell)
+            and _precisions(grid.beliefs, each) == pytest.approx(_precisions(final.beliefs, cell))
+        ]  # fmt: skip
+        prior[i] = max(same)
+    assert_close((prior + torch.tensor(totals, dtype=D)).softmax(0), final.weights, SOLVED)
+
+
+def _same(one: Any, other: Any) -> bool:
+    a, b = one.likelihood, other.likelihood
+    temperatures = (a.link_temperature or 1.0) == pytest.approx(b.link_temperature or 1.0)
+    tails = (a.degrees, a.tail_scale) == (b.degrees, b.tail_scale) if hasattr(a, "degrees") else True
+    return bool(temperatures and tails and torch.isclose(a.dispersion, b.dispersion))
+
+
+def _precisions(beliefs: Any, cell: Any) -> float:
+    values = beliefs[cell.belief].precisions
+    return 0.0 if values is None or not cell.scale else float(values.mean())
+
+
+@pytest.mark.parametrize("task", LIKELIHOODS)
+def test_rows_are_predicted_and_scored_by_networks_that_have_not_seen_them(task: str) -> None:
+    result, x = crossed(task), inputs()
+    y = LIKELIHOODS[task](x)
+    expected = torch.cat([fold.posterior.predict(x[fold.held_out]).log_prob(y[fold.held_out]) for fold in result.folds])
+    assert_close(result.out_of_fold.log_prob(y[result.rows]), expected)
+    evaluation = result.evaluate(resamples=50)
+    assert evaluation["nll"].posterior.value == pytest.approx(-float(expected.mean()), rel=1e-6)
+    assert evaluation["nll"].verdict == "better"  # than networks that are overfitted
+    shown = result.posterior.trace
+    assert shown is not None
+    assert shown.scores["mixture"] == pytest.approx(
+        -float(expected.mean()), abs=1e-3
+    )  # cells with little weight are left out
+    assert "4 networks" in result.summary()
+    assert "out-of-fold data" in result.summary()
+
+
+def test_the_posterior_is_saved_alone_and_the_mixture_averages_all(tmp_path: Path) -> None:
+    result, x = crossed("classification"), inputs(7, 5)
+    result.posterior.save(tmp_path / "net.lapwing")
+    again = lw.load(tmp_path / "net.lapwing", result.posterior.network.model)
+    assert_close(again.predict(x).probs, result.posterior.predict(x).probs)
+    each = [result.posterior, *(fold.posterior for fold in result.folds)]
+    mean = torch.stack([posterior.predict(x).probs for posterior in each]).mean(0)
+    assert_close(result.mixture.predict(x).probs, mean)
+
+
+def test_intervals_are_those_of_the_definition() -> None:
+    """The ⌊α(n+1)⌋-th smallest of f_k(i)(x) - r_i, and the ⌈(1-α)(n+1)⌉-th smallest of f_k(i)(x) + r_i."""
+    result, x, new = crossed("regression"), inputs(), inputs(6, 9)
+    y, lows, highs = numbers(x), [], []
+    for fold in result.folds:
+        for row in fold.held_out.tolist():
+            residual = (y[row] - fold.posterior.predict(x[row : row + 1]).mean[0]).abs()
+            lows.append(fold.posterior.predict(new).mean - residual)
+            highs.append(fold.posterior.predict(new).mean + residual)
+    low, high = result.interval(new, 0.8)
+    assert_close(low, torch.stack(lows).sort(0).values[math.floor(0.2 * (N + 1) + 1e-9) - 1])
+    assert_close(high, torch.stack(highs).sort(0).values[math.ceil(0.8 * (N + 1) - 1e-9) - 1])
+    with pytest.raises(DataError, match="expected at least 999 for the level"):
+        result.interval(new, 0.999)
+    with pytest.raises(UnsupportedError, match="sets need targets that are classes"):
+        result.sets(new)
+
+
+@pytest.mark.parametrize("score", ["adaptive", "threshold"])
+def test_sets_and_intervals_hold_new_targets(score: str) -> None:
+    """The guarantee is 1 - 2α; 0.8 here."""
+    new = inputs(400, 33)
+    sets = crossed("classification").sets(new, 0.9, score=score)
+    inside = sets.members.gather(1, labels(new, 34)[:, None]).sum()
+    assert int(inside) >= least_hits(len(new), 0.8)
+    assert float(sets.size.double().mean()) < 2.9
+    low, high = crossed("regression").interval(new, 0.9)
+    y = numbers(new, 34)
+    assert int(((low <= y) & (y <= high)).sum()) >= least_hits(len(new), 0.8)
+    with pytest.raises(UnsupportedError, match="intervals need targets that are numbers"):
+        crossed("classification").interval(new)
+
+
+def test_a_sibling_stands_for_validation_data() -> None:
+    x = inputs()
+    y = labels(x)
+    net = trained(x, y)
+    posterior = lw.fit(net, (x, y), "classification", method=lw.Diagonal(), validation=lw.sibling(recipe(x, y)))
+    trace = posterior.trace
+    assert trace is not None
+    assert trace.scores["mixture"] < trace.scores["plain network"]
+    assert posterior.network.model is net
+    for bad in (0.0, 0.7, "x"):
+        with pytest.raises(UnsupportedError, match="share is"):
+            lw.sibling(recipe(x, y), share=bad)
+
+
+def test_seeds_and_processes_fix_the_result() -> None:
+    """Whatever was drawn before, in this process or in others; nothing outside is disturbed."""
+    x = inputs(60)
+    y = labels(x)
+    settings: dict[str, Any] = {"folds": 2, "method": lw.Diagonal()}
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    one = lw.crossfit(recipe(x, y, 10), (x, y), "classification", **settings)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(4)
+    other = lw.crossfit(recipe(x, y, 10), (x, y), "classification", workers=2, **settings)
+    assert_close(one.posterior.predict(x).probs, other.posterior.predict(x).probs)
+
+
+def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:
+    x = inputs(60)
+    y = labels(x)
+    net, calls = trained(x, y, 10), list[int]()
+
+    def fails_once(rows: Tensor, seed: int) -> nn.Module:
+        calls.append(seed)
+        if calls == [0, 1]:
+            raise OSError("the disk is gone")
+        return trained(x[rows], y[rows], 10)
+
+    run = lambda train_fn, **more: lw.crossfit(
+        train_fn, (x, more.pop("y", y)), "classification", model=net, folds=3, folder=tmp_path / "folds",
+        method=lw.Diagonal(), **more,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=r"fold 1: train_fn raised OSError: the disk is gone\. The others are kept in"):
+        run(fails_once)
+    result = run(fails_once)
+    assert calls == [0, 1, 2, 1]
+    whole = lw.crossfit(recipe(x, y, 10), (x, y), "classification", model=net, folds=3, method=lw.Diagonal())
+    assert_close(result.posterior.predict(x).probs, whole.posterior.predict(x).probs)
+    with pytest.raises(DataError, match="other data, rows or seed"):
+        run(fails_once, y=1 - y.clamp_max(1))
+    with pytest.raises(DataError, match="other data, rows or seed"):
+        run(fails_once, seed=1)
+    first = next((tmp_path / "folds").glob("fold0*"))
+    first.write_bytes(first.read_bytes()[:-9])
+    with pytest.raises(FileError, match="cannot be read"):
+        run(fails_once)
+
+
+def wrong_recipes() -> Iterator[tuple[str, Any, type[Exception], str]]:
+    x = inputs(40)
+    y = labels(x)
+    good = trained(x, y, 3)
+
+    def changes_dtype(rows: Tensor, seed: int) -> nn.Module:
+        torch.set_default_dtype(D)
+        return trained(x[rows], y[rows], 3)
+
+    yield "the same object", lambda rows, seed: good, ModelError, "the same network for fold 0 and fold 1"
+    yield "the same weights", lambda rows, seed: copy.deepcopy(good), ModelError, "the same network for fold 0 and"
+    yield (
+        "training mode",
+        lambda rows, seed: trained(x, y, 3).train(),
+        ModelError,
+        "fold 0: train_fn returned a network in",
+    )
+    yield (
+        "no network",
+        lambda rows, seed: None,
+        ModelError,
+        "fold 0: train_fn returned a NoneType; expected the trained",
+    )
+    yield "another dtype", changes_dtype, UnsupportedError, "fold 0: train_fn changed default dtype of torch"
+    yield "not a function", good, UnsupportedError, "train_fn is .*; expected a function"
+
+
+@pytest.mark.parametrize(("name", "train_fn", "error", "message"), list(wrong_recipes()))
+def test_wrong_recipes_are_refused(name: str, train_fn: Any, error: type[Exception], message: str) -> None:
+    x = inputs(40)
+    with pytest.raises(error, match=message):
+        lw.crossfit(train_fn, (x, labels(x)), "classification", folds=2)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_recipe_that_ignores_its_rows_is_noticed() -> None:
+    x = inputs(80)
+    y = labels(x)
+    ignores = lambda rows, seed: trained(x, y)
+    result = lw.crossfit(ignores, (x, y), "classification", folds=4, method=lw.Diagonal())
+    assert any("if train_fn ignores the rows" in finding for finding in result.findings)
+    assert "if train_fn ignores the rows" in result.summary()
+    assert not any("ignores the rows" in finding for finding in crossed("classification").findings)
+
+
+def rows_of(x: Tensor, y: Tensor) -> Rows:
+    return Rows.of((x, y), None, D)
+
+
+def test_folds_have_equal_frequencies_and_keep_repeats_and_groups_together() -> None:
+    x = inputs(100)
+    y = (torch.arange(100) < 20).long()
+    for split in splits_of(rows_of(x, y), 5, None, None, 0):
+        assert (len(split.held_out), int(y[split.held_out].sum())) == (20, 4)
+        assert sorted([*split.training.tolist(), *split.held_out.tolist()]) == list(range(100))
+    doubled = torch.cat([x, x])
+    for split in splits_of(rows_of(doubled, y.repeat(2)), 5, None, None, 0):
+        assert set((split.held_out % 100).tolist()).isdisjoint((split.training % 100).tolist())
+        assert len(split.held_out) == 40
+    groups = (torch.arange(100) // 7).tolist()
+    for split in splits_of(rows_of(x, y), 5, groups, None, 0):
+        assert {groups[i] for i in split.held_out}.isdisjoint(groups[i] for i in split.training)
+        assert 10 <= len(split.held_out) <= 30
+
+
+def test_folds_in_time_are_trained_on_the_past() -> None:
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0)) // 2
+    splits = splits_of(rows_of(inputs(100), numbers(inputs(100))), 4, None, order, 0)
+    assert len(splits) == 4
+    for split in splits:
+        assert int(order[split.training].max()) < int(order[split.held_out].min())
+
+
+def test_folds_may_be_given() -> None:
+    rows = rows_of(inputs(6), labels(inputs(6)))
+
+    class Splitter:
+        def split(self, x: Any, y: Any, groups: Any) -> Iterator[Any]:
+            assert (len(x), len(y), groups) == (6, 6, None)
+            yield [0, 1, 2], [3]
+
+    held_out = lambda folds: [split.held_out.tolist() for split in splits_of(rows, folds, None, None, 0)]
+    assert held_out([0, 0, 1, 1, 2, 2]) == [[0, 1], [2, 3], [4, 5]]
+    assert held_out(torch.tensor([1, 0, 1, 0, 1, 0])) == [[1, 3, 5], [0, 2, 4]]
+    assert held_out([([0, 1], [5]), ([5], [1])]) == [[5], [1]]
+    assert held_out(Splitter()) == [[3]]
+
+
+WRONG_FOLDS: list[tuple[Any, str]] = [
+    (1, "folds is 1 for 6 rows"), (7, "folds is 7 for 6 rows"), (2.5, "folds is 2.5; expected a number of folds"),
+    (True, "folds is True"), ([], "a fold number for each of 6"), ([0, 1], "a fold number for each of 6"),
+    ([([0, 1], [1])], "held-out rows among its training rows"), ([([0], [9])], "fold 0 has the held-out row 9"),
+    ([([0], [])], "fold 0 has no held-out rows"), ([([0], [1]), ([2], [1])], "row 1 is held out in several folds"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("folds", "message"), WRONG_FOLDS)
+def test_wrong_folds_are_refused(folds: Any, message: str) -> None:
+    with pytest.raises((DataError, UnsupportedError), match=message):
+        splits_of(rows_of(inputs(6), labels(inputs(6))), folds, None, None, 0)
+
+
+def test_other_wrong_calls() -> None:
+    x = inputs(20)
+    y = labels(x)
+    fn = recipe(x, y, 1)
+    with pytest.raises(DataError, match="groups has 3 entries for 20 rows"):
+        lw.crossfit(fn, (x, y), "classification", groups=[1, 2, 3])
+    with pytest.raises(DataError, match="2 groups for 5 folds"):
+        lw.crossfit(fn, (x, y), "classification", groups=[0, 1] * 10)
+    with pytest.raises(DataError, match="data is a list; expected rows that can be taken by number"):
+        lw.crossfit(fn, [(x, y)], "classification")
+    with pytest.raises(UnsupportedError, match="folder needs model"):
+        lw.crossfit(fn, (x, y), "classification", folder="folds")
+    with pytest.raises(UnsupportedError, match="combines networks"):
+        lw.crossfit(fn, (x, y), "classification", method=lw.baselines.MixtureOfLaplace([trained(x, y, 1)]))
+
+
+def test_what_is_strange_about_folds_is_said() -> None:
+    x = inputs(150)
+    y = labels(x)
+    near = torch.cat([x, x + 1e-3 * inputs(150, 3)])
+    remark = lambda x, y, folds, **more: " ".join(
+        split_findings(rows_of(x, y), splits_of(rows_of(x, y), folds, more.get("groups"), None, 0))
+    )
+    assert "near-copy" in remark(near, y.repeat(2), 5)
+    assert remark(near, y.repeat(2), 5, groups=list(range(150)) * 2) == ""
+    assert remark(x, y, 5) == ""
+    assert "100 the result varies" in remark(x[:60], y[:60], 3)
+    assert "folds have 10 to 140 rows" in remark(x, y, [0] * 10 + [1] * 140)
+    assert "class 1 has no row in the training rows" in remark(x, (torch.arange(150) < 5).long(), [0] * 50 + [1] * 100)
+    assert "the frequency of class 0, 1 differs" in remark(x, (torch.arange(150) < 60).long(), [0] * 75 + [1] * 75)
+
+
+def test_a_class_that_a_network_has_never_seen_is_not_scored() -> None:
+    x = inputs(60)
+    y = (x[:, 0] > 0).long()
+    y[:3] = 2
+    numbers = [0] * 30 + [1] * 30
+    result = lw.crossfit(recipe(x, y, 10), (x, y), "classification", folds=numbers, method=lw.Diagonal())
+    assert result.folds[0].held_out.tolist() == list(range(3, 30))
+    assert any("class 2 has no row" in finding for finding in result.findings)
+
+
+def test_a_dataset_is_read_by_rows() -> None:
+    x = inputs(60)
+    y = labels(x)
+    data = torch.utils.data.TensorDataset(x, y)
+    settings: dict[str, Any] = {"folds": 2, "method": lw.Diagonal(), "model": trained(x, y, 10)}
+    one = lw.crossfit(recipe(x, y, 10), data, "classification", **settings)
+    other = lw.crossfit(recipe(x, y, 10), (x.numpy(), y.numpy()), "classification", **settings)
+    assert_close(one.posterior.predict(x).probs, other.posterior.predict(x).probs)
