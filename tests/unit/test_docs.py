@@ -17,7 +17,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.registry import METHODS
-from tests.pages import DOCS, PAGES, named, pages_with_examples, run_examples
+from tests.pages import DOCS, PAGES, examples, named, pages_with_examples, run_examples
 from tests.pixels import drawn, inked, share
 
 # Every Python example under docs/ runs, every link leads somewhere, every method page has the same sections.
@@ -46,6 +46,17 @@ def test_method_pages_have_the_same_sections(page: Path) -> None:
 
 def test_every_method_has_a_page() -> None:
     assert set(METHODS) == {path.stem for path in (DOCS / "methods").glob("*.md")}
+
+
+PARTS = [source for _, source in examples(DOCS / "extending.md") if re.search("^class (?!Sinh)", source, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("source", PARTS, ids=lambda source: re.search(r"^class (\w+)", source, re.MULTILINE)[1])
+def test_a_part_of_ones_own_is_short(source: str) -> None:
+    """docs/extending.md promises it."""
+    lines = [line for line in source.splitlines() if line.strip()]
+    assert len(lines) <= 25
+    assert sum(line.startswith("from lapwing.") for line in lines) <= 2
 
 
 # The lines of the README that take a model and loaders do what they say. Its other examples are doctests.
