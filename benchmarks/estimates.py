@@ -34,8 +34,7 @@ from benchmarks.spine import cpu_name
 from lapwing.check import CheckReport
 from lapwing.data.batches import Data
 from lapwing.errors import LapwingError
-from lapwing.methods.base import Method, OverNetworks
-from lapwing.methods.cost import Workload
+from lapwing.methods.base import Method, OverNetworks, Workload
 from lapwing.registry import METHODS
 from lapwing.runtime.state import State
 

@@ -26,7 +26,7 @@ import lapwing as lw
 from benchmarks.clock import machine
 from benchmarks.large_models import GPT, Layer, ViT
 from lapwing.data.batches import Data
-from lapwing.methods.cost import Workload
+from lapwing.methods.base import Workload
 from lapwing.registry import RATE
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,7 +137,7 @@ def fitted(method: Any, problem: Any, data: Data, made: list[Any]) -> None:
 
 def transformers(width: int = 96, rows: int = 256) -> Iterator[str]:
     """Yield fits and predictions of small networks of the shapes of ViT-B/16 and GPT-2."""
-    from lapwing.methods.cost import workload_of
+    from lapwing.methods.base import workload_of
 
     yield f"transformers of width {width}, four layers, n = {rows}: the curvature in epochs, functions(x).cov of eight"
     images, tokens = torch.randn(rows, 3, 96, 96), torch.randint(0, 1000, (rows, 32))

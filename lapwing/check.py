@@ -13,7 +13,7 @@ from lapwing.data.inputs import Batch, Inputs, accepts_arguments, as_tensors, mo
 from lapwing.data.samples import TARGET_KEYS
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.methods.cost import Cost, Workload, workload_of
+from lapwing.methods.base import Cost, Workload, workload_of
 from lapwing.networks.forward import arithmetic_of, device_of, extract_network, outside_autocast, path_of
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups

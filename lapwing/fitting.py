@@ -18,8 +18,7 @@ from lapwing.data.samples import Weighted
 from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.base import Likelihood, expand_weights
-from lapwing.methods.base import Method, OverNetworks, refuse_processes
-from lapwing.methods.cost import workload_of
+from lapwing.methods.base import Method, OverNetworks, refuse_processes, workload_of
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.full import Full
 from lapwing.methods.kernel_space import KernelSpace

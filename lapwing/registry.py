@@ -15,8 +15,7 @@ from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
-from lapwing.methods.base import Method, Requirements
-from lapwing.methods.cost import Workload
+from lapwing.methods.base import Method, Requirements, Workload
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.dropout import MCDropout
 from lapwing.methods.ekron import EKron

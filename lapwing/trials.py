@@ -14,8 +14,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import LapwingError
 from lapwing.linalg.dense import eigh
-from lapwing.methods.base import Method
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.base import Cost, Method, Work, Workload
 from lapwing.networks.network import plain_passes, trainable_names
 from lapwing.problem import Problem
 from lapwing.values.gaussian import FunctionGaussian

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lapwing.methods.cost import MultiplicationCount
+from lapwing.methods.base import MultiplicationCount
 
 aten = torch.ops.aten
 # Operations that write nothing: a view that is not marked as one, and memory that is only reserved.

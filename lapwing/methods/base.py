@@ -1,24 +1,42 @@
-"""The contract of a method: how it is fitted, when ``Auto`` may pick it, and where it is exact."""
+"""The contract of a method: how it is fitted, when ``Auto`` may pick it, where it is exact, and what it takes.
+
+What a method takes is counted before anything is fitted, in multiplications and bytes. The passes of the network are
+counted once, on one batch. The rest follows from the sizes of its blocks, the number of data and outputs, and one
+formula for each method.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
+from lapwing.curvature.blocks import most_rows
+from lapwing.curvature.sweep import MANY
 from lapwing.data.batches import Data
+from lapwing.data.inputs import Inputs, tensors_in
 from lapwing.data.processes import Processes
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.methods.cost import Cost, Workload
+from lapwing.networks.forward import has_dropout
+from lapwing.networks.jacobians import Block, BlockJacobian, Footprint, temporary_bytes
+from lapwing.networks.linear_jacobian import NEAR
+from lapwing.networks.network import Network, plain_passes, trainable_names
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.base import MANY as MANY_PREDICTED
+from lapwing.posteriors.base import SAMPLES, Posterior
 from lapwing.problem import Problem
+from lapwing.runtime.memory import budget
 from lapwing.runtime.settings import HasSettings, Rule
+from lapwing.tangent import CACHE
 
 M = TypeVar("M", bound="Method")
 
@@ -150,3 +168,493 @@ class Conformance:
     exact: tuple[Exactness, ...] = ()
     never_exact: str = ""  # why, where ``exact`` is empty
     small: Callable[[nn.Module], Mapping[str, Method]] | None = None  # quick settings for some ten data, by name
+
+
+CUBE = 7.0  # multiplications for one in the cube of the size of a matrix whose eigenvectors are computed
+HALVES = 0.625  # share of the multiplications of a Gram matrix that is computed by halves
+NUMBER = 16  # multiplications in the time of writing one number, where an operation does little else
+
+
+@dataclass(frozen=True)
+class Work:
+    """Multiplications by their kind. Each kind has its own speed."""
+
+    passes: float = 0.0  # in passes of the network and in products with its Jacobian
+    products: float = 0.0  # in other matrix products, most of them in float64
+    cubes: float = 0.0  # cubes of the sizes of matrices that are factorised
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.passes + other.passes, self.products + other.products, self.cubes + other.cubes)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(times * self.passes, times * self.products, times * self.cubes)
+
+    __rmul__ = __mul__
+
+    @property
+    def multiplications(self) -> float:
+        """The multiplications, without factorisations."""
+        return self.passes + self.products
+
+    @property
+    def total(self) -> float:
+        """All multiplications, as if they were equally fast."""
+        return self.multiplications + CUBE * self.cubes
+
+
+NOTHING = Work()
+
+
+class MultiplicationCount(TorchDispatchMode):
+    """Counts the multiplications in products and convolutions inside a ``with`` block, including backward passes.
+
+    PyTorch's FlopCounterMode has the same formulas, but also adds hooks to the modules and graphs of other threads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.products += formula(*args, **(kwargs or {}), out_val=result) // 2  # it counts additions too
+        return result
+
+
+def multiplications(call: Callable[[], object]) -> int:
+    """Return the number of multiplications in a call."""
+    with MultiplicationCount() as count:
+        call()
+    return count.products
+
+
+@dataclass(frozen=True)
+class FactorWork:
+    """What one Kronecker factor of a linear map takes."""
+
+    nbytes: int  # sums are float64, rows have the network's dtype
+    directions: int  # parts of its eigenbasis: one for each row, and one for the rest
+    basis: int = 0  # numbers of the eigenbasis; the axes of a diagonal have none
+    cubes: float = 0.0
+    sums: float = 0.0  # multiplications to sum it over all data
+    rotation: int = 0  # multiplications to rotate one vector into the eigenbasis
+    note: str = ""
+
+    @classmethod
+    def of(cls, side: str, size: int, rows: int, summed: float, limit: int, itemsize: int) -> FactorWork:
+        """Return the work for a factor of at most so many rows, the sum of ``summed`` outer products."""
+        if rows <= most_rows(size, limit):
+            numbers = rows * size
+            return cls(itemsize * numbers, rows + 1, numbers, rows**3 + 0.4 * rows**2 * size, 0.0, 2 * numbers)
+        if size <= limit:
+            return cls(8 * size**2, size, size**2, float(size) ** 3, summed * size**2, size**2)
+        return cls(8 * size, size, note=f"{side} factor diagonal: {size:,} > {limit:,}")
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """The sizes of one block of parameters, and its multiplications for one datum and some seeds of backward passes."""
+
+    size: int
+    positions: int = 1  # T: pixels, tokens or time steps that share the weight
+    form: tuple[int, int, int] | None = None  # (groups, d_out, d_in) of a linear map; None for other parameters
+    closed: bool = False  # the last layer, whose curvature needs no seeds
+    lookup: bool = False  # the table of an embedding, whose inputs are one-hot
+    opaque: bool = False  # without a rule: its Jacobian takes passes of its own
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is a linear map that is used at several positions."""
+        return self.form is not None and self.positions > 1 and not self.lookup
+
+    @property
+    def product(self) -> int:
+        """Multiplications of the linear map for one datum."""
+        return 0 if self.form is None or self.lookup else self.positions * self.size
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The numbers that enter and leave the linear map at all positions."""
+        groups, d_out, d_in = self.form or (1, self.size, 0)
+        return (0 if self.lookup else self.positions * groups * d_in), self.positions * groups * d_out
+
+    @property
+    def gradient(self) -> int:
+        """Numbers kept of the gradient of one output: the two factors of a linear map, or the row itself if shared."""
+        return self.size if self.form is None or self.is_shared else sum(self.ends)
+
+    def as_rows(self, seeds: int) -> bool:
+        """Return whether its Jacobian is kept as rows of all entries; otherwise as the two ends of the linear map."""
+        return self.form is None or (self.is_shared and self.positions > seeds)
+
+    def kept_numbers(self, seeds: int) -> int:
+        """Return the numbers kept of the gradients of all seeds for repeated products."""
+        return seeds * self.size if self.as_rows(seeds) else self.ends[0] + seeds * self.ends[1]
+
+    def products(self, seeds: int) -> int:
+        """Return the multiplications of Jᵀ J v for one vector v, from gradients that are kept."""
+        return 2 * (seeds * self.size if self.as_rows(seeds) else self.product + seeds * self.ends[1])
+
+    def along(self, outputs: int) -> int:
+        """Return the multiplications of J v for one vector v, from gradients as they are computed."""
+        return outputs * self.size if self.form is None else self.product + outputs * self.ends[1]
+
+    def whole(self, seeds: int) -> int:
+        """Return the multiplications that form the gradients of all seeds."""
+        return seeds * self.product if self.is_shared else 0
+
+    def squares(self, seeds: int) -> int:
+        """Return the multiplications that sum the squared gradients of all seeds."""
+        if self.is_shared and not self.closed:
+            return self.whole(seeds)
+        return self.product
+
+    def quadratic(self, outputs: int) -> int:
+        """Return the multiplications of J D Jᵀ for all outputs of one datum, with a diagonal D."""
+        if self.is_shared or self.form is None:
+            return outputs**2 * self.size + self.whole(outputs)
+        return self.product + outputs**2 * self.ends[1]
+
+
+@dataclass(frozen=True)
+class KroneckerWork:
+    """What the Kronecker factors of all linear maps take, and the blocks that are not linear maps."""
+
+    workload: Workload
+    full_limit: int  # entries up to which a block that is not a linear map is a matrix
+    factor_limit: int  # size up to which a factor is a matrix
+
+    @cached_property
+    def factors(self) -> list[tuple[BlockWork, int, FactorWork, FactorWork]]:
+        """The linear maps with their numbers of groups, and the factors of inputs and outputs of a group."""
+        work, factors = self.workload, []
+        kept = self.factor_limit, work.itemsize
+        for block in work.blocks:
+            if block.form is not None:
+                groups, d_out, d_in = block.form
+                uses, seeds = work.data * block.positions, 1 if block.closed else work.seeds
+                counts = FactorWork(8 * d_in, d_in)  # of the rows of a table
+                inp = counts if block.lookup else FactorWork.of("input", d_in, uses, HALVES * uses, *kept)
+                rows = uses * (d_out if block.closed else seeds)
+                # Only half of a matrix is summed, except over positions that lie apart in memory.
+                summed = (1.0 if block.is_shared else HALVES) * uses * seeds
+                factors.append((block, groups, inp, FactorWork.of("output", d_out, rows, summed, *kept)))
+        return factors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all factors, and of the blocks that are not linear maps."""
+        return sum(groups * (inp.nbytes + out.nbytes) for _, groups, inp, out in self.factors) + self._other_bytes
+
+    @property
+    def basis_bytes(self) -> int:
+        """Bytes of the eigenbases and of one eigenvalue for each pair of directions, and of the other blocks."""
+        numbers = sum(
+            groups * (inp.basis + out.basis + inp.directions * out.directions) for _, groups, inp, out in self.factors
+        )
+        return self.workload.itemsize * numbers + self._other_bytes
+
+    @property
+    def _others(self) -> list[int]:
+        return [block.size for block in self.workload.blocks if block.form is None]
+
+    @property
+    def _other_bytes(self) -> int:
+        """Bytes of blocks that are not linear maps: a float64 matrix, or a diagonal in the network's dtype."""
+        item = self.workload.itemsize
+        return sum(8 * size**2 if size <= self.full_limit else item * size for size in self._others)
+
+    @property
+    def sums(self) -> float:
+        """Multiplications that sum all factors and the other blocks, for one datum."""
+        factors = sum(groups * (inp.sums + out.sums) for _, groups, inp, out in self.factors)
+        full = sum(size**2 for size in self._others if size <= self.full_limit)
+        return factors / self.workload.data + self.workload.seeds * full
+
+    @property
+    def cubes(self) -> float:
+        """Cubes of the sizes of all factors and full blocks, which are decomposed."""
+        others = sum(size**3 for size in self._others if size <= self.full_limit) / 3
+        return sum(groups * (inp.cubes + out.cubes) for _, groups, inp, out in self.factors) + others
+
+    def rotation(self, seeds: int, closed: bool = False) -> int:
+        """Return the multiplications that rotate the gradients of a datum into the eigenbases.
+
+        ``closed`` takes the closed form of the last layer.
+        """
+        return sum(
+            groups * block.positions * (inp.rotation + (1 if closed and block.closed else seeds) * out.rotation)
+            for block, groups, inp, out in self.factors
+        )
+
+    @property
+    def once(self) -> Work:
+        """The decompositions, and the weights that predictions of many outputs draw once."""
+        draws = sum(block.size * (block.form[1] + block.form[2]) for block in self.workload.blocks if block.form)
+        return Work(self.workload.pairs * draws, cubes=self.cubes)
+
+    @property
+    def note(self) -> str:
+        """The factors that would be a diagonal; empty if none."""
+        listed = list(dict.fromkeys(side.note for _, _, *sides in self.factors for side in sides if side.note))
+        return "; ".join(listed[:3]) + (f"; and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Workload:
+    """Return the sizes of a network, read from one batch, for this many data; as many as in the batch if None.
+
+    Cost: a few forward and backward passes.
+    """
+    tangent = network.linearise(inputs)
+    parts = tangent.jacobians(torch.zeros_like(tangent.f).unsqueeze(0))
+    blocks = tuple(_block_work(block, part, network.head) for block, part in parts)
+    del tangent, parts
+    count, model = network.count(inputs), network.replica
+    chosen, trained = network.selection.names, trainable_names(network.model)
+    with plain_passes(network, inputs, chosen) as plain:
+        counted, to_chosen = multiplications(plain.forward) / count, multiplications(plain.training) / count
+    training, products = to_chosen, sum(block.product for block in blocks)
+    forward = max(counted, products)  # fused layers hide their products
+    if set(trained) != set(chosen) and trained:
+        with plain_passes(network, inputs, trained) as plain:
+            training = multiplications(plain.training) / count
+    biases = sum(work.ends[1] for work, block in zip(blocks, network.layout, strict=True) if block.bias is not None)
+    gradients = products - biases  # those of biases take no multiplication
+    return Workload(
+        blocks,
+        weights=network.selection.size,
+        parameters=sum(p.numel() for p in model.parameters()),
+        output_shape=network.output_shape,
+        input_size=sum(t.numel() for t in tensors_in(inputs)) // count,
+        data=count if data is None else data,
+        forward=forward,
+        backward=max(0.0, to_chosen - counted - gradients),
+        training=max(training, forward, 1.0),
+        footprint=network.footprint,
+        dtype=network.dtype,
+        device=network.device,
+        inputs=count,
+        single=network.selection.index is not None,
+        dropout=any(has_dropout(module) for module in network.model.modules()),
+    )
+
+
+def _block_work(block: Block, jacobian: BlockJacobian, head: str) -> BlockWork:
+    """Return the sizes of a block with this Jacobian; ``head`` is the weight of the last layer."""
+    if not block.linear:
+        return BlockWork(block.size, opaque=not block.has_rule)
+    form, lookup = (block.groups, block.d_out, block.d_in), jacobian.is_lookup
+    return BlockWork(block.size, jacobian.positions, form, block.weight == head, lookup)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network and its data in numbers, from which a method computes its cost.
+
+    Multiplications are for one datum. They count as passes of the network unless they are ``Work``.
+    """
+
+    blocks: tuple[BlockWork, ...]
+    weights: int  # P, the chosen weights
+    parameters: int  # of the whole model
+    output_shape: tuple[int, ...]  # (C,) or (T, C)
+    input_size: int  # numbers in one input
+    data: int
+    forward: float  # multiplications of a plain forward pass
+    backward: float  # of a backward pass to the chosen weights, without their gradients
+    training: float  # of a plain forward and backward pass with the gradients of all weights that are trained
+    footprint: Footprint  # the memory that one datum takes
+    dtype: torch.dtype  # of gradients
+    device: torch.device
+    inputs: int  # of a prediction
+    single: bool = False  # weights are chosen one by one, so they have no Kronecker structure
+    dropout: bool = False  # the model has a dropout layer
+    drawn: int | None = None  # labels for each datum, if the curvature is estimated from them; or targets
+
+    @property
+    def outputs(self) -> int:
+        """Numbers in the output for one input: C, or T C with an output for each token."""
+        return torch.Size(self.output_shape).numel()
+
+    def with_curvature(self, curvature: str | None, draws: int) -> Workload:
+        """Return the workload of this curvature; None is the default, an estimate where there are many outputs."""
+        many = self.outputs > MANY and not all(block.closed for block in self.blocks)
+        if curvature == "empirical":  # one gradient for each token, of the last layer too
+            blocks = tuple(replace(block, closed=False) for block in self.blocks)
+            return replace(self, blocks=blocks, drawn=torch.Size(self.output_shape[:-1]).numel())
+        estimated = curvature == "fisher_mc" or (curvature is None and many)
+        return replace(self, drawn=draws if estimated else None)
+
+    @property
+    def seeds(self) -> int:
+        """Backward passes of a fit for each datum: one for each output, or for each label that is drawn."""
+        return self.outputs if self.drawn is None else self.drawn
+
+    @property
+    def rows(self) -> int:
+        """Rows of the Jacobian over all data: n C."""
+        return self.data * self.outputs
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the dtype of the gradients."""
+        return torch.finfo(self.dtype).bits // 8
+
+    @property
+    def activations(self) -> int:
+        """Bytes that a plain forward pass of the inputs of a prediction holds."""
+        return 4 * self.itemsize * self.inputs * max(self.input_size, *(block.ends[1] for block in self.blocks))
+
+    def jacobian_bytes(self, formed: bool = False, streams: bool = False) -> int:
+        """Return the bytes of the Jacobians that a fit or a prediction holds at once.
+
+        A prediction forms the Jacobian of a layer whose weight is shared; a fit does so only if ``formed``. Sums over
+        blocks stream: they drop each gradient after its use.
+        """
+        options, sizes = (self.dtype, self.device), replace(self.footprint, streams=streams)
+        joined = -(-sizes.batch_size_for(self.seeds, *options) // self.inputs) * self.inputs  # whole batches
+        batch, seeds = max(1, min(self.data, joined)), 1 if self.lone_head else self.seeds
+        fit = sizes.chunk_bytes(batch, seeds, *options)
+        fit += self._formed_bytes(batch, seeds) if formed else 0
+        if self.pairs:
+            return max(fit, self.itemsize * self.pairs * 2 * (self.weights + self.inputs * sizes.width))
+        predict = sizes.chunk_bytes(self.inputs, self.outputs, *options)
+        return max(fit, predict + self._formed_bytes(self.inputs, self.outputs))
+
+    def _formed_bytes(self, samples: int, seeds: int) -> int:
+        """Return the bytes of the largest Jacobian of one layer that is formed, for a few samples at a time."""
+        sizes = [self.itemsize * seeds * block.size for block in self.blocks if block.is_shared]
+        if self.device.type == "cpu":  # larger ones are formed in pieces that stay in the cache
+            sizes = [size for size in sizes if size <= NEAR]
+        each = max(sizes, default=0)
+        return min((min(samples, 32) + 2) * each, temporary_bytes(self.device) + each)
+
+    @property
+    def lone_head(self) -> bool:
+        """Whether the last layer is the only block, so that no backward pass is needed."""
+        return len(self.blocks) == 1 and self.blocks[0].closed and not self.single
+
+    def jacobians(self, seeds: int | None = None) -> float:
+        """Return the multiplications of the layer-wise Jacobians: a forward pass, and a backward pass for each seed.
+
+        There is a seed for each output by default.
+        """
+        seeds = self.outputs if seeds is None else seeds
+        # A block without a rule takes one pass more for each seed, with gradients of the weights.
+        slow = self.training if any(block.opaque for block in self.blocks) else 0.0
+        return self.forward + seeds * (self.backward + slow)
+
+    @property
+    def blockwise(self) -> float:
+        """Multiplications of the Jacobians for sums over blocks, in which the last layer has a closed form."""
+        return self.jacobians(0 if self.lone_head else self.seeds)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of functions that a prediction draws, where there are many outputs; otherwise none."""
+        return SAMPLES // 2 if self.outputs > MANY_PREDICTED else 0
+
+    @property
+    def gradient(self) -> int:
+        """Numbers kept of the gradient of one output; also the multiplications for one entry of the tangent kernel."""
+        return sum(block.gradient for block in self.blocks)
+
+    @property
+    def squares(self) -> int:
+        """Multiplications of a fit to sum the squared gradients of all seeds."""
+        return sum(block.squares(self.seeds) for block in self.blocks)
+
+    def whole(self, seeds: int) -> float:
+        """Return the multiplications that form the Jacobian itself, of the chosen weights alone."""
+        return sum(block.whole(seeds) for block in self.blocks) * self.weights / sum(b.size for b in self.blocks)
+
+    def prediction(self, covariance: Work) -> Work:
+        """Return the work of a prediction, in which the covariance of the outputs takes this beside their Jacobians.
+
+        Many outputs are predicted from drawn functions instead, with a forward pass for each.
+        """
+        if self.pairs:
+            return Work((1 + 2 * self.pairs) * self.forward)
+        return Work(self.jacobians()) + covariance
+
+    @property
+    def quadratic(self) -> int:
+        """Multiplications of J D Jᵀ of one input, with a diagonal D."""
+        return sum(block.quadratic(self.outputs) for block in self.blocks)
+
+    def along(self, vectors: int) -> int:
+        """Return the multiplications of J v for so many vectors v, from gradients as they are computed."""
+        return vectors * sum(block.along(self.outputs) for block in self.blocks)
+
+    def products(self, vectors: int) -> int:
+        """Return the multiplications of Jᵀ J v for so many vectors v, from gradients that are kept."""
+        return vectors * sum(block.products(self.outputs) for block in self.blocks)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the gradients of all data, if they are kept between products; otherwise zero."""
+        size = self.itemsize * self.data * sum(block.kept_numbers(self.outputs) for block in self.blocks)
+        return size if size <= CACHE * budget(self.device) else 0
+
+    def repeated_products(self, vectors: int, times: int) -> float:
+        """Return the multiplications of Jᵀ J v for so many vectors v in so many passes; gradients that fit are kept."""
+        formed = sum(block.whole(self.outputs) for block in self.blocks)
+        return (self.jacobians() + formed) * (1 if self.kept else 1 + times) + self.products(vectors)
+
+    def low_rank(self, rank: int) -> Work:
+        """Return the work of a prediction from the prior and so many directions."""
+        return self.prediction(Work(products=self.quadratic + self.along(rank) + self.outputs * rank**2 / 2))
+
+    def kernel(self, points: int) -> Work:
+        """Return the work for the gradient of one output at each of ``points`` inputs, and for their kernel."""
+        return Work(points * self.jacobians(1), points**2 * self.gradient)
+
+    def cost(self, stored: int, peak: int, fit: Work, predict: Work, once: Work = NOTHING, note: str = "") -> Cost:
+        """Return the cost of a method.
+
+        Args:
+            stored: Bytes that the posterior keeps, besides the weights themselves.
+            peak: Bytes that the fit or a prediction holds at most besides those.
+            fit: The work of the fit for each datum.
+            predict: The work of a prediction for each input.
+            once: The work that does not grow with the data, such as factorisations, once before the first prediction.
+            note: A remark.
+        """
+        kept = stored + self.itemsize * self.weights
+        epochs = (fit.total + once.total / self.data) / self.training
+        passes = predict.total / max(1.0, self.forward)
+        return Cost(kept, epochs, note, True, passes, kept + peak, self.data * fit, once, predict)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a method takes, before anything is fitted."""
+
+    stored: int  # bytes that the posterior keeps
+    fit_epochs: float  # work before the first prediction, in plain forward and backward passes over the data
+    note: str = ""
+    supported: bool = True
+    predict_passes: float = 0.0  # work of a prediction, in plain forward passes of the same inputs
+    peak: int = 0  # bytes held at most, besides the model and the data
+    fit: Work = field(default=NOTHING, repr=False)  # for all data
+    once: Work = field(default=NOTHING, repr=False)  # that does not grow with the data
+    predict: Work = field(default=NOTHING, repr=False)  # for one input
+    fit_seconds: float | None = None  # after timing one batch
+    predict_seconds: float | None = None  # of the batch, after timing it
+
+    @classmethod
+    def unsupported(cls, note: str) -> Cost:
+        """Return the cost of a method that does not take this problem, with the reason."""
+        return cls(0, 0.0, note, supported=False)
+
+    def times(self, count: int, note: str) -> Cost:
+        """Return the cost of the same method for ``count`` networks, fitted one after another and all kept."""
+        if not self.supported:
+            return self
+        return Cost(
+            count * self.stored, count * self.fit_epochs, note, True, count * self.predict_passes,
+            self.peak + (count - 1) * self.stored, count * self.fit, count * self.once, count * self.predict,
+        )  # fmt: skip

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import UnsupportedError
-from lapwing.methods.base import Conformance, Method
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Method, Work, Workload
 from lapwing.networks.forward import borrow_copy, copy_modules, has_dropout, make_shareable, raw_output, with_output_dim
 from lapwing.networks.network import Network
 from lapwing.posteriors.sampled import Members, MembersPosterior

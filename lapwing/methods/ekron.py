@@ -11,8 +11,7 @@ from lapwing.curvature.blocks import FACTOR_LIMIT
 from lapwing.curvature.kronecker import SHARINGS, correct_eigenvalues, kronecker_curvature, share_decompositions
 from lapwing.curvature.sweep import CURVATURES, DRAWS, Sweep, choose_seeds
 from lapwing.data.batches import Data
-from lapwing.methods.base import Conformance, Exactness, Method
-from lapwing.methods.cost import Cost, KroneckerWork, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Exactness, KroneckerWork, Method, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from lapwing.runtime.settings import NONE, integer, one_of, setting

@@ -14,8 +14,7 @@ from lapwing.data.batches import Data
 from lapwing.data.streams import Pool
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.dense import eigh, svd
-from lapwing.methods.base import Conformance, Exactness, Method
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload
 from lapwing.methods.inducing_points import Anchors, BoundedCurvature, Placement, SubspaceCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors.base import BoundPrior

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.methods.base import MODELS, Conformance, Method
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.base import MODELS, Conformance, Cost, Method, Work, Workload
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import (
     Path,

@@ -18,8 +18,7 @@ from lapwing.errors import DataError, FileError, ModelError, NumericalError, Uns
 from lapwing.likelihoods.base import Likelihood, energy, refuse_energy, refuse_ignored
 from lapwing.linalg.dense import centres_by_class, eigh, eigvalsh, smooth_whitening
 from lapwing.linalg.stochastic import Inducing
-from lapwing.methods.base import Conformance, Method, with_validation
-from lapwing.methods.cost import NUMBER, Cost, Work, Workload
+from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload, with_validation
 from lapwing.networks.functionals import is_single_map, last_features
 from lapwing.networks.network import Network
 from lapwing.networks.selection import last_layer

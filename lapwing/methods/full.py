@@ -12,8 +12,7 @@ from lapwing.curvature.dense import full_curvature, full_hessian
 from lapwing.curvature.sweep import CURVATURES, DRAWS, accumulate, choose_seeds
 from lapwing.data.batches import Data
 from lapwing.errors import UnsupportedError
-from lapwing.methods.base import Conformance, Exactness, Method, Offer, Requirements
-from lapwing.methods.cost import HALVES, Cost, Work, Workload
+from lapwing.methods.base import HALVES, Conformance, Cost, Exactness, Method, Offer, Requirements, Work, Workload
 from lapwing.posteriors.weight_space import Sums, SumsData
 from lapwing.problem import Problem
 from lapwing.runtime.memory import BEYOND, budget

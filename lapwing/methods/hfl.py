@@ -19,8 +19,7 @@ from lapwing.errors import DataError, FileError, InputError, NumericalError, Uns
 from lapwing.linalg.dense import symmetrise
 from lapwing.linalg.krylov import block_conjugate_gradients
 from lapwing.linalg.operators import Solution, gram_product
-from lapwing.methods.base import Conformance, Exactness, Method
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload
 from lapwing.methods.hfl_response import (
     DENSE,
     TOLERANCE,

@@ -15,8 +15,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
 from lapwing.data.streams import shuffle_batches
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.methods.base import Conformance, Method
-from lapwing.methods.cost import NUMBER, Cost, Work, Workload
+from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload
 from lapwing.networks.network import Network
 from lapwing.posteriors.sampled import Drawn, WeightDraws, mean_of
 from lapwing.priors import Isotropic

@@ -14,8 +14,7 @@ from lapwing.curvature.sweep import refuse_open_noise
 from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.dense import svd
-from lapwing.methods.base import Conformance, Exactness, Method, Offer, Requirements
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Exactness, Method, Offer, Requirements, Work, Workload
 from lapwing.posteriors.weight_space import Sums, SumsData
 from lapwing.problem import Problem
 from lapwing.runtime.memory import batch_size_for, even_chunks

@@ -11,8 +11,17 @@ from lapwing.curvature.blocks import FACTOR_LIMIT
 from lapwing.curvature.kronecker import SHARINGS, kronecker_curvature, share_decompositions
 from lapwing.curvature.sweep import CURVATURES, DRAWS, accumulate, choose_seeds
 from lapwing.data.batches import Data
-from lapwing.methods.base import Conformance, Exactness, Method, Offer, Requirements
-from lapwing.methods.cost import Cost, KroneckerWork, Work, Workload
+from lapwing.methods.base import (
+    Conformance,
+    Cost,
+    Exactness,
+    KroneckerWork,
+    Method,
+    Offer,
+    Requirements,
+    Work,
+    Workload,
+)
 from lapwing.posteriors.weight_space import Sums, SumsData
 from lapwing.problem import Problem
 from lapwing.runtime.settings import NONE, integer, one_of, setting

@@ -13,8 +13,7 @@ from lapwing.curvature.sweep import refuse_open_noise
 from lapwing.data.batches import Data
 from lapwing.linalg.krylov import OVERSAMPLE, leading_eigenpairs
 from lapwing.linalg.operators import gram_product
-from lapwing.methods.base import Conformance, Exactness, Method
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from lapwing.runtime.settings import POSITIVE, integer, one_of, setting

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 
 from lapwing.data.batches import Data
-from lapwing.methods.base import Conformance, Method
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Method, Work, Workload
 from lapwing.posteriors.sampled import PointPosterior
 from lapwing.problem import Problem, summed_loss
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from lapwing.errors import UnsupportedError
-from lapwing.methods.base import METHOD, MODELS, Conformance, Method, OverNetworks
-from lapwing.methods.cost import Cost, Workload
+from lapwing.methods.base import METHOD, MODELS, Conformance, Cost, Method, OverNetworks, Workload
 from lapwing.methods.kron import Kron
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import NetworksPosterior

@@ -17,8 +17,7 @@ from lapwing.linalg.krylov import Logdet, solve_samples
 from lapwing.linalg.operators import Solution, gram_product
 from lapwing.linalg.ridge import Ridge
 from lapwing.linalg.stochastic import OBJECTIVES, descend_in_rounds
-from lapwing.methods.base import Conformance, Method, Offer, Requirements
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Method, Offer, Requirements, Work, Workload
 from lapwing.posteriors.sampled import SampledPosterior, Solver
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import Problem

@@ -22,8 +22,7 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood, energy, refuse_energy, refuse_ignored
 from lapwing.linalg.dense import smooth_whitening
 from lapwing.linalg.stochastic import Inducing
-from lapwing.methods.base import Conformance, Exactness, Method, with_validation
-from lapwing.methods.cost import Cost, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload, with_validation
 from lapwing.methods.inducing_points import STARTS, InducingPoints, Placement, whitened_rows
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.weight_space import WeightPosterior

@@ -13,8 +13,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import check_finite
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.methods.base import Conformance, Method
-from lapwing.methods.cost import NUMBER, Cost, Work, Workload
+from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload
 from lapwing.networks.functionals import is_single_map
 from lapwing.networks.network import Network
 from lapwing.networks.selection import LastLayer, Weights

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.base import Offer, Requirements
-from lapwing.methods.cost import BlockWork, KroneckerWork, Workload
+from lapwing.methods.base import BlockWork, KroneckerWork, Offer, Requirements, Workload
 from lapwing.networks.jacobians import Footprint
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.registry import METHODS, RATE, Choice

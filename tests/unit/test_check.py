@@ -15,8 +15,7 @@ import lapwing as lw
 from lapwing import trials
 from lapwing.check import LEGEND
 from lapwing.data.batches import Data
-from lapwing.methods.base import Method
-from lapwing.methods.cost import Cost
+from lapwing.methods.base import Cost, Method
 from lapwing.registry import METHODS
 from tests.operations import OperationCount
 

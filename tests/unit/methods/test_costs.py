@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lapwing as lw
 from lapwing.data.batches import Data
-from lapwing.methods.cost import Cost, Workload, workload_of
+from lapwing.methods.base import Cost, Workload, workload_of
 from lapwing.problem import Problem
 from lapwing.registry import METHODS
 from lapwing.runtime.state import State
@@ -127,7 +127,7 @@ def test_rows_of_wide_layers_are_stored_in_the_dtype_of_the_network() -> None:
 
 
 def test_work_adds_up() -> None:
-    from lapwing.methods.cost import CUBE, Work
+    from lapwing.methods.base import CUBE, Work
 
     work = 2 * Work(1, 2, 3) + Work(products=1)
     assert work == Work(2, 5, 6)
