@@ -19,8 +19,7 @@ from lapwing.metrics import ScoreInterval
 from lapwing.networks.forward import outside_autocast
 from lapwing.posteriors.base import EffectiveParameters, Posterior
 from lapwing.posteriors.mixture import MixturePosterior
-from lapwing.runtime.settings import Rule, refuse_other_arguments
-from lapwing.runtime.state import State
+from lapwing.runtime.settings import Rule, State, refuse_other_arguments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

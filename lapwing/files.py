@@ -1,6 +1,6 @@
 """Posteriors in files (``lapwing.runtime.files``). Nothing in a file is ever executed.
 
-A file holds the states (``lapwing.runtime.state``) of the network's description, the likelihood, the prior and the
+A file holds the states (``lapwing.runtime.settings``) of the network's description, the likelihood, the prior and the
 posterior. This module knows none of their classes: each value takes itself apart and builds itself again.
 """
 
@@ -24,7 +24,7 @@ from lapwing.posteriors.base import Posterior
 from lapwing.priors.base import Prior
 from lapwing.problem import Problem
 from lapwing.runtime.files import read, write
-from lapwing.runtime.state import UNLIMITED, Known, Later, ListOf, MapOf, PartOf, Record, State, Text, Unread, Whole
+from lapwing.runtime.settings import UNLIMITED, Known, Later, ListOf, MapOf, PartOf, Record, State, Text, Unread, Whole
 
 FORMAT = "lapwing-posterior-4"
 PARTS = ("network", "likelihood", "prior", "posterior")

@@ -27,8 +27,7 @@ from lapwing.predictives.base import Predictive
 from lapwing.predictives.views import as_images, concat_batches, concat_beliefs, concat_processes
 from lapwing.priors.base import BoundPrior, Prior
 from lapwing.registry import prior_for
-from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, integer, usable_device
-from lapwing.runtime.state import on_device
+from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, integer, on_device, usable_device
 from lapwing.runtime.threads import should_show_progress
 from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, Operator, refuse_reordered, refuse_unsteady

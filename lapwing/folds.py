@@ -28,8 +28,7 @@ from lapwing.data.samples import Weighted
 from lapwing.errors import DataError, FileError, LapwingError, ModelError, UnsupportedError
 from lapwing.networks.forward import extract_network
 from lapwing.runtime import files
-from lapwing.runtime.settings import describe, is_integer
-from lapwing.runtime.state import State
+from lapwing.runtime.settings import State, describe, is_integer
 from lapwing.runtime.threads import ProgressBar
 
 TrainFunction = Callable[[Tensor, int], Any]  # from row numbers and a seed to a trained network

@@ -15,7 +15,7 @@ from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood, as_count, expand_weights, weighted_count, weighted_loss
 from lapwing.networks.network import Network
 from lapwing.priors.base import BoundPrior
-from lapwing.runtime.state import ABOVE_ZERO, Either, ListOf, Real, Record, Whole
+from lapwing.runtime.settings import ABOVE_ZERO, Either, ListOf, Real, Record, Whole
 
 
 @dataclass(frozen=True)

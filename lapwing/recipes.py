@@ -27,14 +27,24 @@ from lapwing.runtime.settings import (
     FUNCTION,
     NONE,
     POSITIVE,
+    SMALLEST,
+    Array,
+    Either,
+    Field,
     HasSettings,
+    Known,
+    Maybe,
+    Real,
     Rule,
+    State,
+    Unread,
+    Whole,
     integer,
+    on_device,
     one_of,
     required,
     setting,
 )
-from lapwing.runtime.state import SMALLEST, Array, Either, Field, Known, Maybe, Real, State, Unread, Whole, on_device
 from lapwing.tuners.base import Ascend, Tuner
 from lapwing.tuners.fixed_point import FixedPoint
 

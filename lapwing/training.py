@@ -25,7 +25,7 @@ from lapwing.posteriors.base import Posterior
 from lapwing.problem import Problem, data_count
 from lapwing.recipes import OPTIMISERS, Recipe, pack_optimiser, unpack_optimiser
 from lapwing.runtime.files import read, write
-from lapwing.runtime.state import (
+from lapwing.runtime.settings import (
     ABOVE_ZERO,
     LARGEST,
     SMALLEST,

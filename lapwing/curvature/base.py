@@ -13,7 +13,7 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
 from lapwing.priors.base import BoundPrior
 from lapwing.runtime.memory import PIECE, chunks
-from lapwing.runtime.state import State
+from lapwing.runtime.settings import State
 
 S = TypeVar("S", bound="Curvature")
 Q = TypeVar("Q", bound="Precision")

@@ -36,7 +36,7 @@ from lapwing.networks.selection import Selection
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import Statistics, sample_count
 from lapwing.runtime.memory import batch_size_for, chunks, concat_chunks
-from lapwing.runtime.state import ROUNDING, Array, Flag, Latest, State, saved, semidefinite, symmetric
+from lapwing.runtime.settings import ROUNDING, Array, Flag, Latest, State, saved, semidefinite, symmetric
 from lapwing.runtime.threads import math_attention
 
 COPIES = 5  # float64 numbers that a row of the Jacobian takes for each weight, while it is joined and whitened

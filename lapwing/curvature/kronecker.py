@@ -37,7 +37,18 @@ from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.priors.base import BlockPrior, BoundPrior
-from lapwing.runtime.state import Array, Either, Field, Latest, Maybe, PartOf, State, orthonormal, saved, semidefinite
+from lapwing.runtime.settings import (
+    Array,
+    Either,
+    Field,
+    Latest,
+    Maybe,
+    PartOf,
+    State,
+    orthonormal,
+    saved,
+    semidefinite,
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,8 +33,7 @@ from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
 from lapwing.problem import Problem, Statistics, check_targets
-from lapwing.runtime.settings import one_of
-from lapwing.runtime.state import SMALLEST, Array, PartOf, State, saved
+from lapwing.runtime.settings import SMALLEST, Array, PartOf, State, one_of, saved
 from lapwing.runtime.threads import numbered_generator
 
 CURVATURES = ("ggn", "fisher_mc", "empirical")

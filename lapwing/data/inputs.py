@@ -23,8 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lapwing.data.samples import SampleSet, tensors_of, to_sample_set
 from lapwing.errors import DataError
-from lapwing.runtime.settings import is_array
-from lapwing.runtime.state import rebuild
+from lapwing.runtime.settings import is_array, rebuild
 
 Inputs = Any  # a tensor or a set of samples, or a tuple, list or mapping of those
 Leaf = Tensor | SampleSet

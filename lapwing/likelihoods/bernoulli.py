@@ -24,8 +24,22 @@ from lapwing.likelihoods.base import (
     refuse_unused,
 )
 from lapwing.predictives.labels import BINARY_LINKS, BinaryPredictive
-from lapwing.runtime.settings import FINITE, INTEGER, NONE, NOT_NEGATIVE, NUMBER, one_of, setting
-from lapwing.runtime.state import SMALLEST, Array, Either, ListOf, Maybe, Real, saved
+from lapwing.runtime.settings import (
+    FINITE,
+    INTEGER,
+    NONE,
+    NOT_NEGATIVE,
+    NUMBER,
+    SMALLEST,
+    Array,
+    Either,
+    ListOf,
+    Maybe,
+    Real,
+    one_of,
+    saved,
+    setting,
+)
 from lapwing.runtime.threads import uniform
 from lapwing.values.gaussian import FunctionGaussian
 

@@ -28,17 +28,26 @@ from lapwing.runtime.settings import (
     FINITE,
     FLAG,
     INTEGER,
+    MEMBERS,
     NONE,
     NOT_NEGATIVE,
     NUMBER,
+    SMALLEST,
+    Admitted,
+    Array,
+    Later,
+    ListOf,
+    Maybe,
+    Real,
     Rule,
+    Whole,
     integer,
     is_integer,
     is_real,
     one_of,
+    saved,
     setting,
 )
-from lapwing.runtime.state import MEMBERS, SMALLEST, Admitted, Array, Later, ListOf, Maybe, Real, Whole, saved
 from lapwing.runtime.threads import classes
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 

@@ -11,8 +11,23 @@ from torch import Tensor
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood, OutputHessian, match_targets, refuse_other_loss
 from lapwing.predictives.numbers import NormalPredictive, StudentPredictive
-from lapwing.runtime.settings import FLAG, NONE, NUMBER, NUMBERS, Rule, is_real, setting
-from lapwing.runtime.state import ABOVE_ZERO, SMALLEST, Array, Either, ListOf, Maybe, Real, saved
+from lapwing.runtime.settings import (
+    ABOVE_ZERO,
+    FLAG,
+    NONE,
+    NUMBER,
+    NUMBERS,
+    SMALLEST,
+    Array,
+    Either,
+    ListOf,
+    Maybe,
+    Real,
+    Rule,
+    is_real,
+    saved,
+    setting,
+)
 from lapwing.runtime.threads import sequential_normal
 from lapwing.values.gaussian import FunctionGaussian
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood, OutputHessian, match_targets
 from lapwing.predictives.numbers import CountPredictive
-from lapwing.runtime.state import saved
+from lapwing.runtime.settings import saved
 from lapwing.runtime.threads import poisson
 from lapwing.values.gaussian import FunctionGaussian
 

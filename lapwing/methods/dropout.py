@@ -18,8 +18,7 @@ from lapwing.networks.forward import borrow_copy, copy_modules, has_dropout, mak
 from lapwing.networks.network import Network
 from lapwing.posteriors.sampled import Members, MembersPosterior
 from lapwing.problem import Problem, summed_loss
-from lapwing.runtime.settings import integer, setting
-from lapwing.runtime.state import MEMBERS, State, Whole, saved
+from lapwing.runtime.settings import MEMBERS, State, Whole, integer, saved, setting
 from lapwing.runtime.threads import global_seed
 
 

@@ -28,8 +28,7 @@ from lapwing.networks.forward import (
 )
 from lapwing.posteriors.sampled import Members, MembersPosterior, mean_of, outputs_of
 from lapwing.problem import Problem, summed_loss
-from lapwing.runtime.settings import FUNCTION, NONE, integer, setting
-from lapwing.runtime.state import State
+from lapwing.runtime.settings import FUNCTION, NONE, State, integer, setting
 from lapwing.runtime.threads import global_seed
 
 Train = Callable[[nn.Module, int], nn.Module]  # (a copy with new weights, its seed) -> trained, in evaluation mode

@@ -25,8 +25,22 @@ from lapwing.networks.selection import last_layer
 from lapwing.posteriors.base import ALL, Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import chunks, concat_chunks
-from lapwing.runtime.settings import NONE, POSITIVE, integer, one_of, setting
-from lapwing.runtime.state import ROUNDING, Array, Either, Maybe, PartOf, State, Text, plain, saved
+from lapwing.runtime.settings import (
+    NONE,
+    POSITIVE,
+    ROUNDING,
+    Array,
+    Either,
+    Maybe,
+    PartOf,
+    State,
+    Text,
+    integer,
+    one_of,
+    plain,
+    saved,
+    setting,
+)
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, normal, uniform
 from lapwing.runtime.trace import TRACE, Step, Trace
 from lapwing.values.gaussian import Deferred, FunctionGaussian

@@ -41,7 +41,7 @@ from lapwing.priors import Isotropic
 from lapwing.priors.base import BoundPrior, prior_kernel
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.memory import batch_size_for, budget, concat_chunks
-from lapwing.runtime.state import Array, Maybe, PartOf, Samples, State, Stored, saved, semidefinite, stored
+from lapwing.runtime.settings import Array, Maybe, PartOf, Samples, State, Stored, saved, semidefinite, stored
 from lapwing.runtime.threads import uniform
 from lapwing.runtime.trace import Step, Trace
 

@@ -20,8 +20,19 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.sampled import Drawn, WeightDraws, mean_of
 from lapwing.priors import Isotropic
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
-from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, integer, setting
-from lapwing.runtime.state import MEMBERS, SMALLEST, Array, State, Whole, saved
+from lapwing.runtime.settings import (
+    BELOW_ONE,
+    MEMBERS,
+    NONE,
+    POSITIVE,
+    SMALLEST,
+    Array,
+    State,
+    Whole,
+    integer,
+    saved,
+    setting,
+)
 from lapwing.runtime.threads import ProgressBar, Stream, derived_generator, normal
 
 DECAY = 1e-4  # weight decay without a prior, the default of the package

@@ -18,8 +18,21 @@ from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Worklo
 from lapwing.networks.network import Network
 from lapwing.posteriors.sampled import Drawn, WeightDraws, mean_of
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
-from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, Rule, integer, is_real, setting
-from lapwing.runtime.state import ABOVE_ZERO, MEMBERS, Array, State, Whole, saved
+from lapwing.runtime.settings import (
+    ABOVE_ZERO,
+    BELOW_ONE,
+    MEMBERS,
+    NONE,
+    POSITIVE,
+    Array,
+    Rule,
+    State,
+    Whole,
+    integer,
+    is_real,
+    saved,
+    setting,
+)
 from lapwing.runtime.threads import ProgressBar, derived_generator, normal
 
 FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times

@@ -53,7 +53,7 @@ from lapwing.networks.passes import Patterns, find_patterns, forward_products
 from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.tangent import Tangent
 from lapwing.runtime.memory import concat_chunks
-from lapwing.runtime.state import (
+from lapwing.runtime.settings import (
     MOST,
     Array,
     Either,

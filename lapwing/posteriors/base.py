@@ -25,8 +25,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.passes import outputs_along
 from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
 from lapwing.problem import Problem, Statistics
-from lapwing.runtime.settings import NONE, integer
-from lapwing.runtime.state import Latest, State
+from lapwing.runtime.settings import NONE, Latest, State, integer
 from lapwing.runtime.threads import derived_generator, normal
 from lapwing.runtime.trace import Trace
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, differentiable_beliefs

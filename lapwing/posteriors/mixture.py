@@ -21,7 +21,7 @@ from lapwing.networks.passes import outputs_along
 from lapwing.posteriors.base import ALL, SUM, Posterior, draw_numbers, predict_from_draws
 from lapwing.posteriors.weight_space import beliefs_at, with_update_remark
 from lapwing.problem import Problem, Statistics
-from lapwing.runtime.state import (
+from lapwing.runtime.settings import (
     ROUNDING,
     SMALLEST,
     Array,

@@ -24,8 +24,7 @@ from lapwing.posteriors.base import ALL, Posterior
 from lapwing.posteriors.weight_space import Linearised, Mode
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
-from lapwing.runtime.settings import integer
-from lapwing.runtime.state import (
+from lapwing.runtime.settings import (
     SMALLEST,
     WEIGHTS,
     Array,
@@ -35,6 +34,7 @@ from lapwing.runtime.state import (
     State,
     Stored,
     Whole,
+    integer,
     plain,
     saved,
     stored,

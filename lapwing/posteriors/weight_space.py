@@ -25,14 +25,15 @@ from lapwing.posteriors.base import ALL, Posterior, numbered_normals
 from lapwing.priors.base import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
 from lapwing.runtime.memory import PIECE, budget, concat_chunks, even_chunks
-from lapwing.runtime.settings import HasSettings, integer
-from lapwing.runtime.state import (
+from lapwing.runtime.settings import (
     Array,
+    HasSettings,
     Maybe,
     PartOf,
     Real,
     State,
     Text,
+    integer,
     plain,
     refuse_undeclared,
     saved,

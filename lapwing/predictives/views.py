@@ -28,7 +28,7 @@ from lapwing.predictives.base import (
 from lapwing.predictives.labels import AveragedClasses
 from lapwing.predictives.numbers import NumberDistribution
 from lapwing.predictives.scores import NumberScoring
-from lapwing.runtime.state import on_device, rebuild
+from lapwing.runtime.settings import on_device, rebuild
 from lapwing.values.gaussian import Deferred, FunctionGaussian
 from lapwing.values.outputs import ImageForm
 

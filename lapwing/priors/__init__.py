@@ -16,8 +16,7 @@ from torch import Tensor
 from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.networks.selection import Selection
 from lapwing.priors.base import BoundPrior, Precisions, Prior, bind
-from lapwing.runtime.settings import POSITIVE, HasSettings, Rule, setting
-from lapwing.runtime.state import saved
+from lapwing.runtime.settings import POSITIVE, HasSettings, Rule, saved, setting
 
 __all__ = [
     "FilterGP", "diagonal", "filter_gp", "g_prior", "grouped", "isotropic", "per_layer", "per_normalised_group",

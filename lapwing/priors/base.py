@@ -15,8 +15,7 @@ from lapwing.errors import FileError, NumericalError
 from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.runtime.settings import Rule, is_real
-from lapwing.runtime.state import SMALLEST, Array, Either, ListOf, Maybe, Real, State, Text
+from lapwing.runtime.settings import SMALLEST, Array, Either, ListOf, Maybe, Real, Rule, State, Text, is_real
 
 Precisions = float | Tensor | Mapping[str, float]
 RANGE = (1e-10, 1e12)  # precisions outside are not an optimum, see ``in_range``

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import FileError, UnsupportedError
-from lapwing.runtime.state import State
+from lapwing.runtime.settings import State
 
 # Why a file could not be written, in words; every other error keeps the words of the system.
 REASONS = {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lapwing.runtime.state import UNLIMITED, Later, ListOf, MapOf, Maybe, Real, Record, Text
+from lapwing.runtime.settings import UNLIMITED, Later, ListOf, MapOf, Maybe, Real, Record, Text
 
 NOT_CONVERGED = 1e-2  # log-step above which a tuner has not converged
 

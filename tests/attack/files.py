@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.runtime.state import State
+from lapwing.runtime.settings import State
 from tests.attack.mutations import damaged
 
 D = torch.float64

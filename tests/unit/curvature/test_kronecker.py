@@ -25,7 +25,7 @@ from lapwing.curvature.blocks import (
 )
 from lapwing.curvature.kronecker import _KroneckerSum
 from lapwing.networks.network import Network
-from lapwing.runtime.state import on_device
+from lapwing.runtime.settings import on_device
 from tests.cases import Wrapped
 from tests.references.layout import assembled
 from tests.tolerances import assert_close
