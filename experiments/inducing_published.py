@@ -18,7 +18,7 @@ from experiments.options import Progress
 from lapwing.demo.training import ACTIVATIONS, TrainingSettings
 from lapwing.linalg.dense import kmeans
 from lapwing.methods.inducing_points import Anchors
-from lapwing.priors.base import prior_kernel
+from lapwing.priors import prior_kernel
 
 
 def trained_as_published(x: Tensor, y: Tensor, recipe: TrainingSettings, seed: int) -> nn.Sequential:

@@ -33,7 +33,7 @@ from lapwing.networks.forward import (
 )
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Weights
-from lapwing.priors.base import Prior
+from lapwing.priors import Prior
 from lapwing.recipes import Recipe, online
 from lapwing.registry import Auto, find_method, find_weights
 from lapwing.runtime.settings import GENERATOR, NONE, PATH, Rule

@@ -36,7 +36,7 @@ from lapwing.networks.forward import arithmetic_of, extract_network, outside_aut
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import MixturePosterior, NetworksPosterior
-from lapwing.priors.base import Prior
+from lapwing.priors import Prior
 from lapwing.registry import Auto, find_method
 from lapwing.runtime.memory import chunks
 from lapwing.runtime.settings import FUNCTION, NONE, PATH, PROBABILITY, Rule, integer, is_real, refuse_other_arguments

@@ -21,7 +21,7 @@ from lapwing.networks.fingerprint import Fingerprint, OtherFunctionError, settin
 from lapwing.networks.forward import refuse_training_mode, unwrap
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior
-from lapwing.priors.base import Prior
+from lapwing.priors import Prior
 from lapwing.problem import Problem
 from lapwing.runtime.files import read, write
 from lapwing.runtime.settings import UNLIMITED, Known, Later, ListOf, MapOf, PartOf, Record, State, Text, Unread, Whole

@@ -25,7 +25,7 @@ from lapwing.networks.network import Network
 from lapwing.posteriors.base import SAMPLES_RULE, SUM, EffectiveParameters, Posterior, effective_parameters
 from lapwing.predictives.base import Predictive
 from lapwing.predictives.views import as_images, concat_batches, concat_beliefs, concat_processes
-from lapwing.priors.base import BoundPrior, Prior
+from lapwing.priors import BoundPrior, Prior
 from lapwing.registry import prior_for
 from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, integer, on_device, usable_device
 from lapwing.runtime.threads import should_show_progress

@@ -36,7 +36,7 @@ from lapwing.networks.normalised import group_names, scale_free_groups
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.base import MANY, Posterior
 from lapwing.posteriors.weight_space import beliefs_at
-from lapwing.priors.base import Prior
+from lapwing.priors import Prior
 from lapwing.problem import Problem, check_named_targets, check_targets, check_targets_for, mean_squared_residual
 from lapwing.registry import Auto, find_likelihood, find_weights, prior_for
 from lapwing.runtime.threads import independent_generator, should_show_progress, uniform

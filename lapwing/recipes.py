@@ -20,8 +20,7 @@ from lapwing.methods.base import METHOD, Method
 from lapwing.methods.full import Full
 from lapwing.methods.kron import Kron
 from lapwing.methods.map_only import MapOnly
-from lapwing.priors import Isotropic, PerLayer
-from lapwing.priors.base import BoundPrior, Prior
+from lapwing.priors import BoundPrior, Isotropic, PerLayer, Prior
 from lapwing.runtime.settings import (
     FLAG,
     FUNCTION,

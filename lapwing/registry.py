@@ -35,8 +35,7 @@ from lapwing.methods.swag import SWAG
 from lapwing.methods.valla import VaLLA
 from lapwing.methods.variational_last_layer import VariationalLastLayer
 from lapwing.networks.selection import AllWeights, LastLayer, Weights
-from lapwing.priors import Isotropic
-from lapwing.priors.base import Prior
+from lapwing.priors import Isotropic, Prior
 from lapwing.runtime.settings import FLAG, HasSettings, Rule, integer, is_real, refuse_other_settings, setting
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from lapwing.api import fit
 from lapwing.errors import DataError, ModelError, NumericalError
 from lapwing.methods.base import Method
 from lapwing.networks.selection import Weights
-from lapwing.priors.base import Prior
+from lapwing.priors import Prior
 from lapwing.runtime.settings import (
     FLAG,
     NONE,

@@ -28,7 +28,7 @@ from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast,
 from lapwing.networks.network import Network
 from lapwing.networks.selection import NeedsNoGraph, Selection, Subnetwork, Weights, all_weights, make_selection
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.base import Prior
+from lapwing.priors import Prior
 from lapwing.problem import Problem
 from lapwing.registry import find_weights
 from lapwing.runtime.memory import refuse_large_result

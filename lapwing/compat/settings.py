@@ -27,8 +27,7 @@ from lapwing.methods.low_rank import LowRank
 from lapwing.methods.valla import VaLLA
 from lapwing.networks.forward import arithmetic_of
 from lapwing.networks.selection import Selection, Weights, all_weights, last_layer, named, subnetwork
-from lapwing.priors import DiagonalPrior, Isotropic
-from lapwing.priors.base import Prior
+from lapwing.priors import DiagonalPrior, Isotropic, Prior
 from lapwing.runtime.settings import (
     DATA,
     FLAG,

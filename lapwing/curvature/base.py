@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing.errors import UnsupportedError
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
-from lapwing.priors.base import BoundPrior
+from lapwing.priors import BoundPrior
 from lapwing.runtime.memory import PIECE, chunks
 from lapwing.runtime.settings import State
 

@@ -41,7 +41,7 @@ from lapwing.linalg.dense import (
 from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
-from lapwing.priors.base import BlockPrior
+from lapwing.priors import BlockPrior
 from lapwing.runtime.settings import Array, State, Stored, saved, semidefinite
 from lapwing.runtime.threads import ProgressBar, is_showing
 

@@ -33,7 +33,7 @@ from lapwing.networks.linear_jacobian import HeadGGN, LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.passes import seed_by_seed, vjp
 from lapwing.networks.selection import Selection
-from lapwing.priors.base import BoundPrior
+from lapwing.priors import BoundPrior
 from lapwing.problem import Statistics, sample_count
 from lapwing.runtime.memory import batch_size_for, chunks, concat_chunks
 from lapwing.runtime.settings import ROUNDING, Array, Flag, Latest, State, saved, semidefinite, symmetric

@@ -36,7 +36,7 @@ from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians, fla
 from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
-from lapwing.priors.base import BlockPrior, BoundPrior
+from lapwing.priors import BlockPrior, BoundPrior
 from lapwing.runtime.settings import (
     Array,
     Either,

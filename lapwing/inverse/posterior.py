@@ -20,8 +20,7 @@ from lapwing.linalg.operators import Solution
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.base import Tunable
-from lapwing.priors import FilterGP
-from lapwing.priors.base import Prior
+from lapwing.priors import FilterGP, Prior
 from lapwing.runtime.memory import budget, concat_chunks, refuse_large_result
 from lapwing.runtime.settings import GENERATOR, NUMBER, Rule, describe, integer, one_of
 from lapwing.runtime.threads import independent_generator, with_inner_progress

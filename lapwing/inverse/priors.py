@@ -20,8 +20,7 @@ from torch import Tensor
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.dense import cholesky
 from lapwing.networks.selection import Selection
-from lapwing.priors import FilterGP
-from lapwing.priors.base import BoundPrior, Prior
+from lapwing.priors import BoundPrior, FilterGP, Prior
 from lapwing.runtime.memory import chunks
 from lapwing.runtime.threads import normal_rows
 

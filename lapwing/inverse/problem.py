@@ -27,8 +27,7 @@ from lapwing.networks.forward import (
     unwrap,
 )
 from lapwing.networks.selection import AllWeights, Named, Selection, Weights, float_parameters, make_selection
-from lapwing.priors import Isotropic
-from lapwing.priors.base import Prior
+from lapwing.priors import Isotropic, Prior
 from lapwing.runtime.memory import budget, chunks, concat_chunks
 from lapwing.runtime.settings import POSITIVE, Rule, describe
 from lapwing.runtime.threads import FORWARD_MODE, ProgressBar, is_showing, math_attention, quiet

@@ -17,7 +17,7 @@ from lapwing.linalg.dense import eigh, svd
 from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload
 from lapwing.methods.inducing_points import Anchors, BoundedCurvature, Placement, SubspaceCurvature
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.base import BoundPrior
+from lapwing.priors import BoundPrior
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.settings import FLAG, integer, setting
 from lapwing.runtime.threads import independent_generator

@@ -21,7 +21,7 @@ from lapwing.linalg.dense import eigvalsh, not_definite
 from lapwing.linalg.krylov import block_conjugate_gradients
 from lapwing.networks.forward import raw_output, select_kernels, with_output_dim
 from lapwing.networks.network import Network
-from lapwing.priors.base import BoundPrior
+from lapwing.priors import BoundPrior
 from lapwing.runtime.memory import batch_size_for
 from lapwing.runtime.threads import ProgressBar, math_attention, quiet
 

@@ -37,8 +37,7 @@ from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors import Isotropic
-from lapwing.priors.base import BoundPrior, prior_kernel
+from lapwing.priors import BoundPrior, Isotropic, prior_kernel
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.memory import batch_size_for, budget, concat_chunks
 from lapwing.runtime.settings import Array, Maybe, PartOf, Samples, State, Stored, saved, semidefinite, stored

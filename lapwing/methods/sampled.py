@@ -19,7 +19,7 @@ from lapwing.linalg.ridge import Ridge
 from lapwing.linalg.stochastic import OBJECTIVES, descend_in_rounds
 from lapwing.methods.base import Conformance, Cost, Method, Offer, Requirements, Work, Workload
 from lapwing.posteriors.sampled import SampledPosterior, Solver
-from lapwing.priors.base import BoundPrior
+from lapwing.priors import BoundPrior
 from lapwing.problem import Problem
 from lapwing.runtime.memory import budget
 from lapwing.runtime.settings import NONE, POSITIVE, Rule, integer, is_real, one_of, setting

@@ -26,7 +26,7 @@ from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Wor
 from lapwing.methods.inducing_points import STARTS, InducingPoints, Placement, whitened_rows
 from lapwing.networks.jacobians import LayerJacobians
 from lapwing.posteriors.weight_space import WeightPosterior
-from lapwing.priors.base import prior_kernel, starting_precisions
+from lapwing.priors import prior_kernel, starting_precisions
 from lapwing.problem import Problem, summed_loss
 from lapwing.runtime.memory import PIECE, budget, chunks
 from lapwing.runtime.settings import NONE, POSITIVE, Rule, integer, is_real, one_of, setting

@@ -22,7 +22,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.passes import outputs_along
 from lapwing.posteriors.base import ALL, Posterior
 from lapwing.posteriors.weight_space import Linearised, Mode
-from lapwing.priors.base import BoundPrior
+from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
 from lapwing.runtime.settings import (
     SMALLEST,

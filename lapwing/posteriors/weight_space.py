@@ -22,7 +22,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.passes import outputs_along
 from lapwing.networks.tangent import Tangent
 from lapwing.posteriors.base import ALL, Posterior, numbered_normals
-from lapwing.priors.base import BoundPrior
+from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
 from lapwing.runtime.memory import PIECE, budget, concat_chunks, even_chunks
 from lapwing.runtime.settings import (

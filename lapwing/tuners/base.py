@@ -21,7 +21,7 @@ from lapwing.linalg.dense import cholesky
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior, Tunable
-from lapwing.priors.base import prior_kernel, starting_precisions
+from lapwing.priors import prior_kernel, starting_precisions
 from lapwing.problem import Problem
 from lapwing.runtime.settings import (
     DATA,

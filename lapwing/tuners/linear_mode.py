@@ -18,7 +18,7 @@ from lapwing.linalg.operators import Product
 from lapwing.methods.base import METHOD, Method
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
-from lapwing.priors.base import group_starting_precisions
+from lapwing.priors import group_starting_precisions
 from lapwing.problem import Problem
 from lapwing.runtime.settings import DATA, NONE, POSITIVE, integer, one_of, setting
 from lapwing.runtime.trace import Step, Trace

@@ -46,7 +46,7 @@ from lapwing.demo.result import Result
 from lapwing.demo.training import TrainingSettings, mlp
 from lapwing.methods.hfl import ResponsePosterior
 from lapwing.methods.inducing_points import Anchors
-from lapwing.priors.base import prior_kernel
+from lapwing.priors import prior_kernel
 from tests.tolerances import SOLVED, assert_close
 
 # EM from samples of a small ResNet, against the exact posterior.

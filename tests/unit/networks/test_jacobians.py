@@ -29,7 +29,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.passes import forward_products, outputs_along
 from lapwing.networks.selection import named, subnetwork
 from lapwing.networks.tangent import Tangent
-from lapwing.priors.base import prior_kernel
+from lapwing.priors import prior_kernel
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, Wrapped, attention, cast, mlp, norms, recurrent, sdpa, transformer
 from tests.references import dense

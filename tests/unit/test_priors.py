@@ -18,11 +18,17 @@ from lapwing.networks.jacobians import Block, LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import group_names, scale_free_groups
 from lapwing.networks.selection import Selection
-from lapwing.priors import GPrior, diagonal, g_prior, grouped, isotropic, per_layer, per_normalised_group
-from lapwing.priors.base import (
+from lapwing.priors import (
     BoundPrior,
+    GPrior,
     Prior,
+    diagonal,
+    g_prior,
     group_starting_precisions,
+    grouped,
+    isotropic,
+    per_layer,
+    per_normalised_group,
     prior_kernel,
     single_starting_precision,
     starting_precisions,
