@@ -20,8 +20,8 @@ from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
-from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
+from lapwing.networks.passes import Functional
 from lapwing.posteriors.base import SAMPLES_RULE, SUM, EffectiveParameters, Posterior, effective_parameters
 from lapwing.predictives.base import Predictive
 from lapwing.predictives.views import as_images, concat_batches, concat_beliefs, concat_processes

@@ -18,9 +18,9 @@ from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.linalg.dense import eigh
 from lapwing.networks.forward import pick_output, refuse_training_mode
-from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
+from lapwing.networks.tangent import LayerJacobians
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.posteriors.weight_space import Linearised

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import FileError, NumericalError, UnsupportedError
-from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
+from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
+from lapwing.networks.tangent import LayerJacobians
 from lapwing.runtime.settings import (
     POSITIVE,
     SMALLEST,

@@ -25,9 +25,8 @@ from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg.operators import Design, DesignRows, back_product, forward_product, gram_product, refuse_asymmetric
 from lapwing.networks.forward import outside_autocast
-from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
-from lapwing.networks.tangent import Tangent
+from lapwing.networks.tangent import LayerJacobians, Tangent
 from lapwing.problem import Statistics
 from lapwing.runtime.memory import budget, chunks, concat_chunks
 from lapwing.runtime.threads import generator_or_default, normal

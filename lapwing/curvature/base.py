@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import UnsupportedError
-from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.selection import Selection
+from lapwing.networks.tangent import LayerJacobians
 from lapwing.priors import BoundPrior
 from lapwing.runtime.memory import PIECE, chunks
 from lapwing.runtime.settings import State

@@ -28,11 +28,13 @@ from lapwing.likelihoods.base import Likelihood, as_count, weighted_count, weigh
 from lapwing.linalg.dense import Gram, cholesky, eigh, eigvalsh, mirror, not_definite, svd, symmetrise
 from lapwing.networks.forward import raw_output, recording, with_output_dim
 from lapwing.networks.graph import read_graph
-from lapwing.networks.jacobians import Block, LayerJacobians, small_results_budget
+from lapwing.networks.jacobians import Block, small_results_budget
 from lapwing.networks.linear_jacobian import HeadGGN, LinearJacobian
 from lapwing.networks.network import Network
-from lapwing.networks.passes import seed_by_seed, vjp
+from lapwing.networks.passes import vjp
+from lapwing.networks.pull import seed_by_seed
 from lapwing.networks.selection import Selection
+from lapwing.networks.tangent import LayerJacobians
 from lapwing.priors import BoundPrior
 from lapwing.problem import Statistics, sample_count
 from lapwing.runtime.memory import batch_size_for, chunks, concat_chunks

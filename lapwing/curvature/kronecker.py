@@ -32,10 +32,11 @@ from lapwing.curvature.sweep import Sweep
 from lapwing.data.processes import Processes
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.dense import Axes, Basis, FullBasis, ThinBasis
-from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians, flatten_blocks
+from lapwing.networks.jacobians import Block, BlockJacobian, flatten_blocks
 from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
+from lapwing.networks.tangent import LayerJacobians
 from lapwing.priors import BlockPrior, BoundPrior
 from lapwing.runtime.settings import (
     Array,

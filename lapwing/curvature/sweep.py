@@ -28,10 +28,10 @@ from lapwing.likelihoods.base import (
     weighted_loss,
     weighted_seeds,
 )
-from lapwing.networks.jacobians import BlockJacobian, LayerJacobians, flatten_blocks, temporary_bytes
+from lapwing.networks.jacobians import BlockJacobian, flatten_blocks, temporary_bytes
 from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
-from lapwing.networks.tangent import Tangent
+from lapwing.networks.tangent import LayerJacobians, Tangent
 from lapwing.problem import Problem, Statistics, check_targets
 from lapwing.runtime.settings import SMALLEST, Array, PartOf, State, one_of, saved
 from lapwing.runtime.threads import numbered_generator

@@ -19,8 +19,8 @@ from lapwing.likelihoods.base import Likelihood, energy, refuse_energy, refuse_i
 from lapwing.linalg.dense import centres_by_class, eigh, eigvalsh, smooth_whitening
 from lapwing.linalg.stochastic import Inducing
 from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload, with_validation
-from lapwing.networks.functionals import is_single_map, last_features
 from lapwing.networks.network import Network
+from lapwing.networks.passes import is_single_map, last_features
 from lapwing.networks.selection import last_layer
 from lapwing.posteriors.base import ALL, Posterior
 from lapwing.problem import STATISTICS, Problem, Statistics, sample_count, total_loss

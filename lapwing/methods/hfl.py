@@ -37,8 +37,8 @@ from lapwing.methods.hfl_response import (
     nearest_minimum,
 )
 from lapwing.networks.forward import outside_inference
-from lapwing.networks.functionals import Functional, output_slope, scalar, weight_slope
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.passes import Functional, output_slope, scalar, weight_slope
+from lapwing.networks.tangent import LayerJacobians
 from lapwing.posteriors.base import ALL, Posterior
 from lapwing.posteriors.weight_space import Linearised, jacobian_pieces, outputs_in_pieces
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss

@@ -33,9 +33,9 @@ from lapwing.linalg.dense import (
     whitening,
 )
 from lapwing.linalg.stochastic import Inducing
-from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
+from lapwing.networks.tangent import LayerJacobians
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import BoundPrior, Isotropic, prior_kernel
 from lapwing.problem import Problem, Statistics

@@ -24,7 +24,7 @@ from lapwing.linalg.dense import smooth_whitening
 from lapwing.linalg.stochastic import Inducing
 from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload, with_validation
 from lapwing.methods.inducing_points import STARTS, InducingPoints, Placement, whitened_rows
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.tangent import LayerJacobians
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import prior_kernel, starting_precisions
 from lapwing.problem import Problem, summed_loss

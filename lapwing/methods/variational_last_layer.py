@@ -14,8 +14,8 @@ from lapwing.data.inputs import check_finite
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload
-from lapwing.networks.functionals import is_single_map
 from lapwing.networks.network import Network
+from lapwing.networks.passes import is_single_map
 from lapwing.networks.selection import LastLayer, Weights
 from lapwing.posteriors.sampled import MeanFieldPosterior, feature_function
 from lapwing.problem import Problem, Statistics, sample_count, total_loss

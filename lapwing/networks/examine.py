@@ -10,7 +10,6 @@ another sample. A batch that fails is refused.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ from lapwing.data.inputs import (
     take,
 )
 from lapwing.errors import DataError, FileError, InputError, ModelError
-from lapwing.networks.dense_jacobian import are_few
 from lapwing.networks.forward import (
     Bypass,
     Path,
@@ -48,11 +46,19 @@ from lapwing.networks.forward import (
     with_output_dim,
     without_unused,
 )
-from lapwing.networks.graph import Graph, forward_differs, read_graph, refuse_wrong_gradients
-from lapwing.networks.jacobians import Block, Footprint
+from lapwing.networks.graph import (
+    Graph,
+    Layout,
+    arrange_blocks,
+    find_patterns,
+    forward_differs,
+    read_graph,
+    refuse_wrong_gradients,
+)
+from lapwing.networks.jacobians import Footprint, are_few
 from lapwing.networks.ops import operation
-from lapwing.networks.passes import Patterns, find_patterns, numbers_at_once
-from lapwing.networks.rules import Node, Shape, Use, output_numbers, output_shape
+from lapwing.networks.pull import numbers_at_once
+from lapwing.networks.rules import Node, Use, output_numbers
 from lapwing.networks.selection import Selection, Weights, find_head
 from lapwing.runtime.memory import LargestResult
 from lapwing.values.outputs import ImageForm
@@ -328,103 +334,6 @@ def _perturbed_output(model: nn.Module, inputs: Inputs) -> Tensor:
     perturbed = {name: p.masked_fill(p == 0, 0.01) for name, p in weights.items()}
     output = raw_output(model, inputs, perturbed)
     return output if bool(output.isfinite().all()) else raw_output(model, inputs)
-
-
-Layout = tuple[Block, ...]
-
-
-def arrange_blocks(graph: Graph, patterns: Patterns, shapes: Mapping[str, Shape]) -> Layout:
-    """Return the blocks of all parameters: which of them go together, and the kind of each block."""
-    uses_of: dict[str, list[Use]] = {name: [] for name in shapes}
-    without_rule = dict(graph.unread)
-    for use in graph.uses:
-        uses_of[use.name].append(use)
-        if patterns[use.node] is None:
-            without_rule.setdefault(use.name, "rows shared by the whole batch")
-    biases = _biases_to_join(graph, uses_of, without_rule, shapes)
-    blocks = []
-    for name, uses in uses_of.items():
-        if name in biases.values():
-            continue
-        if name in without_rule:
-            blocks.append(Block("opaque", name, shapes[name], why=f"no rule for {without_rule[name]}"))
-        elif not uses:
-            blocks.append(Block("dense", name, shapes[name], why="not used by the network"))
-        elif len({(use.kind, use.table > 0) for use in uses}) > 1:
-            blocks.append(Block("dense", name, shapes[name], why="used in both orientations"))
-        else:
-            first = uses[0]
-            why = first.remark if first.linear else "no linear map"
-            blocks.append(Block(first.kind, name, shapes[name], biases.get(name), first.groups, why))
-    return tuple(blocks)
-
-
-def _biases_to_join(
-    graph: Graph, uses_of: Mapping[str, list[Use]], without_rule: Mapping[str, str], shapes: Mapping[str, Shape]
-) -> dict[str, str]:
-    """Return weight -> bias, where every use of either is a use of both on the same rows."""
-    pairs = {}
-    for name, uses in uses_of.items():
-        candidates = {_bias_of(graph, use) for use in uses}
-        bias = candidates.pop() if len(candidates) == 1 else None
-        usable = bias in uses_of and bias not in without_rule and name not in without_rule
-        if bias is not None and usable and len(uses_of[bias]) == len(uses):
-            width = Block(uses[0].kind, name, shapes[name]).d_out
-            if shapes[bias] == (width,):
-                pairs[name] = bias
-    return pairs
-
-
-def unreadable_blocks(graph: Graph, patterns: Patterns, layout: Layout) -> dict[int, str]:
-    """Return the blocks whose Jacobian cannot be read from this graph, by number, each with the reason.
-
-    The blocks follow the first batch, and a later one may have another graph: by control flow in the model, or by an
-    operation that PyTorch chooses by the shape.
-    """
-    reasons = {}
-    for number, block in enumerate(layout):
-        uses = graph.uses_of.get(block.weight, [])
-        operations = [graph.unread[name] for name in block.names if name in graph.unread]
-        if not block.has_rule:
-            reasons[number] = block.why
-        elif operations:
-            reasons[number] = f"no rule for {operations[0]}"
-        elif any(patterns[use.node] is None for use in uses):
-            reasons[number] = "rows shared by the whole batch"
-        elif block.linear and len({use.table > 0 for use in uses}) > 1:
-            reasons[number] = "looked up and multiplied"
-        elif block.linear and any(_differs(graph, use, block) for use in uses):
-            reasons[number] = "used in another way than in the first batch"
-        elif block.bias is not None and len(graph.uses_of.get(block.bias, ())) != len(uses):
-            reasons[number] = "used apart from its bias"
-    return reasons
-
-
-def _differs(graph: Graph, use: Use, block: Block) -> bool:
-    """Return whether the use of the weight of a linear block is not that of the first batch."""
-    looked_up = use.table > 0 and use.remark != block.why  # its inputs would have to be written as one-hot vectors
-    if looked_up or (use.kind, use.groups) != (block.kind, block.groups):
-        return True
-    return block.bias is not None and _bias_of(graph, use) != block.bias
-
-
-def _bias_of(graph: Graph, use: Use) -> str | None:
-    """Return the bias that is added to a product, at the same node or right after it and to nothing else."""
-    if use.bias is not None or not use.takes_bias:
-        return use.bias
-    node = product = use.node
-    while graph.consumers.get(node, 0) == 1:
-        (parent,) = graph.parents[node]
-        if graph.operations[parent].reshapes:
-            node = parent
-            continue
-        same = (
-            graph.operations[parent].adds
-            and output_shape(parent)[-1:] == output_shape(product)[-1:]
-            and math.prod(output_shape(parent)) == math.prod(output_shape(product))  # nothing was broadcast
-        )
-        return graph.added.get(parent) if same else None
-    return None
 
 
 def refuse_other_parameters(selection: Selection, layout: Layout, model: nn.Module) -> None:

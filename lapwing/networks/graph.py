@@ -1,14 +1,20 @@
-"""Walking an autograd graph: where each parameter is used, and where samples stay in order.
+"""Walking an autograd graph: where each parameter is used, which rows belong to which sample, and which blocks follow.
 
 The network runs as it is. Afterwards the graph that autograd built is walked from the output: a product whose weight
 operand leads to a parameter is one use of that parameter, and the tensor that the node saved is its input. Nothing is
 hooked, patched or registered in the model, so functional code, attention and tied weights are read like any layer.
+
+In most networks the walk already knows the rows of each sample: they are batch-major. Attention works time-major
+inside, and recurrent networks stack time steps; there a probe decides. The seeds of the samples whose number has bit j
+set are doubled, for each bit: the gradient of a row doubles if its sample has that bit, in every dtype. A row whose
+gradient neither doubles nor stays belongs to several samples (it lies before a broadcast over the batch).
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,8 +23,21 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import ModelError
+from lapwing.networks.jacobians import Block
 from lapwing.networks.ops import Operation, operation
-from lapwing.networks.rules import LEAF, Node, ParameterOperand, Use, lookup, output_shape
+from lapwing.networks.pull import gradients, numbers_at_once
+from lapwing.networks.rules import (
+    LEAF,
+    Node,
+    ParameterOperand,
+    Pattern,
+    Ragged,
+    Regular,
+    Shape,
+    Use,
+    lookup,
+    output_shape,
+)
 
 Carried = dict[Node, tuple[str, tuple[tuple[Node, Operation], ...]]]  # its name, and the nodes that move its entries
 
@@ -245,3 +264,192 @@ def refuse_wrong_gradients(graph: Graph) -> None:
 def forward_differs(graph: Graph) -> bool:
     """Return whether forward mode disagrees with the gradient of an operation."""
     return any(facts.forward_differs(node) for node, facts in graph.operations.items())
+
+
+Patterns = Mapping[Node, Pattern | None]  # how rows run over the samples; None if samples share rows
+
+
+def find_patterns(raw: Tensor, graph: Graph, recurrent: bool) -> tuple[Patterns, bool]:
+    """Return for each node that uses a parameter how its rows run over the samples; None if samples share rows.
+
+    The flag says whether these patterns hold for every batch of the same shapes. They may not if several patterns fit
+    this batch: a row that no gradient reaches may belong to any sample. They do not if the rows follow no order.
+    """
+    batch = raw.shape[0]
+    patterns: dict[Node, Pattern | None] = {}
+    probed: dict[Node, int] = {}
+    for node, rows in {use.node: use.n_rows for use in graph.uses}.items():
+        if graph.batch_major[node] and rows % batch == 0:
+            patterns[node] = Regular(1, batch, rows // batch)
+        else:
+            probed[node] = rows
+    if not probed:
+        return patterns, True
+    certain = True
+    for node, owner in _owners(raw, graph, probed, recurrent).items():
+        fits = [] if owner is None else _fitting(owner, batch)
+        patterns[node] = fits[0] if fits else None if owner is None else Ragged.of(owner, batch)
+        certain = certain and len(fits) == 1
+    return patterns, certain
+
+
+def _owners(raw: Tensor, graph: Graph, rows_of: Mapping[Node, int], recurrent: bool) -> dict[Node, Tensor | None]:
+    """Return the sample of every row: -1 where no gradient arrives, None if samples share rows."""
+    batch, nodes = len(raw), list(rows_of)
+    bits = max(1, (batch - 1).bit_length())
+    generator = torch.Generator().manual_seed(0)
+    seed = (torch.randn(raw.shape, generator=generator).abs() + 0.5).to(raw)
+    numbers = torch.arange(batch, device=raw.device)
+    scales = torch.stack([1.0 + ((numbers >> bit) & 1) for bit in range(bits)]).to(seed)
+    seeds = torch.cat([seed[None], seed * scales.view(bits, batch, *(1,) * (raw.ndim - 1))])
+    owners: dict[Node, Tensor | None] = {}
+    for node, first, grads in _probe_gradients(raw, graph, nodes, seeds, recurrent):
+        grads = grads.reshape(len(grads), rows_of[node], grads[0].numel() // max(1, rows_of[node]))
+        sizes = grads[0].abs().amax(1) if grads.numel() else seed.new_zeros(rows_of[node])
+        before = owners[node] if node in owners else torch.where(sizes > 0, 0, -1)
+        owners[node] = _with_bits(before, grads, sizes, first)
+    return owners
+
+
+def _probe_gradients(
+    raw: Tensor, graph: Graph, nodes: list[Node], seeds: Tensor, recurrent: bool
+) -> Iterator[tuple[Node, int, Tensor]]:
+    """Yield nodes with the gradients there for the first seed and for those of some bits, and the first of these bits.
+
+    All bits in one pass, which drops each gradient after its use; by autograd, which holds them, one after another.
+    """
+    if not recurrent and numbers_at_once(graph, nodes, raw.dtype) is not None:
+        yield from ((node, 0, grads) for node, grads in gradients(raw, graph, nodes, seeds, recurrent))
+        return
+    without_doubling = dict(gradients(raw, graph, nodes, seeds[:1], recurrent))
+    for bit, doubled in enumerate(seeds[1:]):
+        for node, grad in gradients(raw, graph, nodes, doubled[None], recurrent):
+            yield node, bit, torch.cat([without_doubling[node], grad])
+
+
+def _with_bits(owner: Tensor | None, grads: Tensor, sizes: Tensor, first: int) -> Tensor | None:
+    """Return the numbers of the samples with some more bits, from the gradients (1 + bits, rows, entries) of a node.
+
+    The first are those of seeds that are not doubled, and ``sizes`` their largest entry in each row. Rounding is
+    relative to the terms of a row, which may be far larger than their sum: behind a LayerNorm they cancel.
+    """
+    eps = torch.finfo(grads.dtype).eps
+    limit = max(64 * eps, eps**0.5) * sizes
+    for bit, after in enumerate(grads[1:] if grads.numel() else (), first):
+        same = (after - grads[0]).abs().amax(1) <= limit
+        twice = (after - 2 * grads[0]).abs().amax(1) <= limit
+        if owner is None or bool(((owner >= 0) & ~same & ~twice).any()):
+            return None
+        owner = torch.where((owner >= 0) & twice, owner + (1 << bit), owner)
+    return owner
+
+
+def _fitting(owner: Tensor, batch: int) -> list[Regular]:
+    """Return every regular pattern that fits: row r belongs to sample (r // inner) % batch."""
+    if len(owner) % batch:
+        return []
+    share = len(owner) // batch
+    rows = torch.arange(len(owner), device=owner.device)
+    unreached = owner < 0
+    return [
+        Regular(share // inner, batch, inner)
+        for inner in range(share, 0, -1)
+        if share % inner == 0 and bool((((rows // inner) % batch == owner) | unreached).all())
+    ]
+
+
+Layout = tuple[Block, ...]
+
+
+def arrange_blocks(graph: Graph, patterns: Patterns, shapes: Mapping[str, Shape]) -> Layout:
+    """Return the blocks of all parameters: which of them go together, and the kind of each block."""
+    uses_of: dict[str, list[Use]] = {name: [] for name in shapes}
+    without_rule = dict(graph.unread)
+    for use in graph.uses:
+        uses_of[use.name].append(use)
+        if patterns[use.node] is None:
+            without_rule.setdefault(use.name, "rows shared by the whole batch")
+    biases = _biases_to_join(graph, uses_of, without_rule, shapes)
+    blocks = []
+    for name, uses in uses_of.items():
+        if name in biases.values():
+            continue
+        if name in without_rule:
+            blocks.append(Block("opaque", name, shapes[name], why=f"no rule for {without_rule[name]}"))
+        elif not uses:
+            blocks.append(Block("dense", name, shapes[name], why="not used by the network"))
+        elif len({(use.kind, use.table > 0) for use in uses}) > 1:
+            blocks.append(Block("dense", name, shapes[name], why="used in both orientations"))
+        else:
+            first = uses[0]
+            why = first.remark if first.linear else "no linear map"
+            blocks.append(Block(first.kind, name, shapes[name], biases.get(name), first.groups, why))
+    return tuple(blocks)
+
+
+def _biases_to_join(
+    graph: Graph, uses_of: Mapping[str, list[Use]], without_rule: Mapping[str, str], shapes: Mapping[str, Shape]
+) -> dict[str, str]:
+    """Return weight -> bias, where every use of either is a use of both on the same rows."""
+    pairs = {}
+    for name, uses in uses_of.items():
+        candidates = {_bias_of(graph, use) for use in uses}
+        bias = candidates.pop() if len(candidates) == 1 else None
+        usable = bias in uses_of and bias not in without_rule and name not in without_rule
+        if bias is not None and usable and len(uses_of[bias]) == len(uses):
+            width = Block(uses[0].kind, name, shapes[name]).d_out
+            if shapes[bias] == (width,):
+                pairs[name] = bias
+    return pairs
+
+
+def unreadable_blocks(graph: Graph, patterns: Patterns, layout: Layout) -> dict[int, str]:
+    """Return the blocks whose Jacobian cannot be read from this graph, by number, each with the reason.
+
+    The blocks follow the first batch, and a later one may have another graph: by control flow in the model, or by an
+    operation that PyTorch chooses by the shape.
+    """
+    reasons = {}
+    for number, block in enumerate(layout):
+        uses = graph.uses_of.get(block.weight, [])
+        operations = [graph.unread[name] for name in block.names if name in graph.unread]
+        if not block.has_rule:
+            reasons[number] = block.why
+        elif operations:
+            reasons[number] = f"no rule for {operations[0]}"
+        elif any(patterns[use.node] is None for use in uses):
+            reasons[number] = "rows shared by the whole batch"
+        elif block.linear and len({use.table > 0 for use in uses}) > 1:
+            reasons[number] = "looked up and multiplied"
+        elif block.linear and any(_differs(graph, use, block) for use in uses):
+            reasons[number] = "used in another way than in the first batch"
+        elif block.bias is not None and len(graph.uses_of.get(block.bias, ())) != len(uses):
+            reasons[number] = "used apart from its bias"
+    return reasons
+
+
+def _differs(graph: Graph, use: Use, block: Block) -> bool:
+    """Return whether the use of the weight of a linear block is not that of the first batch."""
+    looked_up = use.table > 0 and use.remark != block.why  # its inputs would have to be written as one-hot vectors
+    if looked_up or (use.kind, use.groups) != (block.kind, block.groups):
+        return True
+    return block.bias is not None and _bias_of(graph, use) != block.bias
+
+
+def _bias_of(graph: Graph, use: Use) -> str | None:
+    """Return the bias that is added to a product, at the same node or right after it and to nothing else."""
+    if use.bias is not None or not use.takes_bias:
+        return use.bias
+    node = product = use.node
+    while graph.consumers.get(node, 0) == 1:
+        (parent,) = graph.parents[node]
+        if graph.operations[parent].reshapes:
+            node = parent
+            continue
+        same = (
+            graph.operations[parent].adds
+            and output_shape(parent)[-1:] == output_shape(product)[-1:]
+            and math.prod(output_shape(parent)) == math.prod(output_shape(product))  # nothing was broadcast
+        )
+        return graph.added.get(parent) if same else None
+    return None

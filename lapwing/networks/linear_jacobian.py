@@ -19,8 +19,16 @@ import torch
 from torch import Tensor
 
 from lapwing.linalg.dense import Basis
-from lapwing.networks.dense_jacobian import FASTER, DenseJacobian, Entries, product, product_onto
-from lapwing.networks.jacobians import BlockJacobian, KroneckerRows, small_results_budget
+from lapwing.networks.jacobians import (
+    FASTER,
+    BlockJacobian,
+    DenseJacobian,
+    Entries,
+    KroneckerRows,
+    product,
+    product_onto,
+    small_results_budget,
+)
 from lapwing.runtime.memory import chunks, concat_chunks, even_chunks
 
 NEAR = 2**20  # bytes of a piece: half of what a core's second cache holds

@@ -17,10 +17,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch, Inputs, SampleRows, place_name, take, wants_slopes
 from lapwing.errors import DataError, FileError
 from lapwing.networks import passes
-from lapwing.networks.agreement import compare
-from lapwing.networks.dense_jacobian import Entries
 from lapwing.networks.examine import (
-    Layout,
     examine,
     learn_rows,
     measure_sizes,
@@ -47,11 +44,12 @@ from lapwing.networks.forward import (
     unwrap,
     with_output_dim,
 )
-from lapwing.networks.graph import read_graph
-from lapwing.networks.jacobians import KINDS, Block, Footprint
-from lapwing.networks.passes import Patterns, find_patterns, forward_products
+from lapwing.networks.graph import Layout, Patterns, find_patterns, read_graph
+from lapwing.networks.jacobians import KINDS, Block, Entries, Footprint
+from lapwing.networks.passes import forward_products
+from lapwing.networks.pull import seed_by_seed
 from lapwing.networks.selection import Selection, Weights, all_weights
-from lapwing.networks.tangent import Tangent
+from lapwing.networks.tangent import Tangent, compare
 from lapwing.runtime.memory import concat_chunks
 from lapwing.runtime.settings import (
     MOST,
@@ -485,7 +483,7 @@ class Network:
         """Return Jᵀ u, summed over the batch, for every u (K, B, [T,] C): (K, P); in chunks that fit the budget."""
         total: Tensor | None = None
         for part, tangent in self.tangents(inputs, len(u)):
-            looped = passes.seed_by_seed(tangent.graph, tangent.raw, self.recurrent)
+            looped = seed_by_seed(tangent.graph, tangent.raw, self.recurrent)
             with select_kernels(self.plain_kernels):
                 product = passes.vjp(self.replica, self.selection, tangent.raw, u[:, part], looped).to(self.dtype)
             total = product if total is None else total.add_(product)

@@ -1,39 +1,27 @@
-"""Passes through a network for many vectors at once, the rows of each sample, and derivatives along directions.
+"""Derivatives of the outputs along directions in weight space, and slopes of scalar functions.
 
-Passes. Autograd takes one gradient at a time; ``vmap`` over it loops inside convolutions and norms. Here the seeds are
-folded into the batch, so that K seeds cost one large operation for each node. A graph with an operation whose entry in
-the table has no gradient is left to autograd.
-
-Rows. For each node of a graph: which rows belong to which sample? In most networks the walk over the graph already
-knows: rows are batch-major. Attention works time-major inside, and recurrent networks stack time steps; there a probe
-decides. The seeds of the samples whose number has bit j set are doubled, for each bit: the gradient of a row doubles if
-its sample has that bit, in every dtype. A row whose gradient neither doubles nor stays belongs to several samples (it
-lies before a broadcast over the batch).
-
-Directions. Derivatives of the outputs along directions in weight space are J v for many v at once. Forward mode pushes
-all directions through the layers in one pass, at about two forward passes for each direction. Layer-wise Jacobians take
-one backward pass for each output, whatever the number of directions.
+Derivatives along directions are J v for many v at once. Forward mode pushes all directions through the layers in one
+pass, at about two forward passes for each direction. Layer-wise Jacobians take one backward pass for each output,
+whatever the number of directions.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
 
-from lapwing.data.inputs import Inputs, wants_slopes
-from lapwing.networks.forward import raw_output, recording, with_output_dim
-from lapwing.networks.graph import Graph
-from lapwing.networks.ops import Operation
-from lapwing.networks.pull import NoRuleError
-from lapwing.networks.rules import Node, Pattern, Ragged, Regular, Shape, output_numbers, output_shape
+from lapwing.data.inputs import Inputs, check_finite, wants_slopes
+from lapwing.errors import ModelError
+from lapwing.networks.forward import REFUSED, raw_output, recording, with_output_dim
+from lapwing.networks.pull import by_autograd, or_zero
 from lapwing.networks.selection import Selection
 from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.threads import FORWARD_MODE, math_attention, quiet
@@ -42,176 +30,6 @@ from lapwing.values.outputs import ChosenOutputs
 if TYPE_CHECKING:
     from lapwing.networks.network import Network
     from lapwing.networks.tangent import Tangent
-
-
-def gradients(
-    raw: Tensor, graph: Graph, nodes: list[Node], seeds: Tensor, recurrent: bool, differentiable: bool = False
-) -> Iterator[tuple[Node, Tensor]]:
-    """Yield the nodes, as the pass reaches them, with the gradient (K, ...) of seeds · raw at their outputs.
-
-    It is zero where there is no path. Whoever drops each before the next needs the memory of a few layers, not of all;
-    only a pass by autograd has all at once. ``differentiable`` gradients are part of a graph that leads back to the
-    inputs, by autograd and seed by seed.
-    """
-    leading = None if recurrent or differentiable else _leading_to(graph, nodes, seeds.dtype)
-    remaining = dict.fromkeys(nodes)
-    if leading is not None:
-        walk = _pull_back(graph, frozenset(nodes), leading, seeds)
-        try:
-            while True:
-                with torch.no_grad():  # not while the caller works
-                    node, grad = next(walk)
-                del remaining[node]
-                yield node, grad
-                del grad
-        except StopIteration:
-            for node in remaining:
-                yield node, seeds.new_zeros(len(seeds), *output_shape(node))
-            return
-        except NoRuleError:  # the rest by autograd
-            del walk
-    looped = differentiable or seed_by_seed(graph, seeds, recurrent)
-    rest = list(remaining)
-    grads = by_autograd(raw, [GradientEdge(node, 0) for node in rest], seeds, looped, differentiable)
-    for node in rest:
-        yield node, _or_zero(grads.pop(0), seeds, (len(seeds), *output_shape(node)))
-
-
-def _or_zero(grad: Tensor | None, like: Tensor, shape: Shape) -> Tensor:
-    return like.new_zeros(shape) if grad is None else grad
-
-
-def seed_by_seed(graph: Graph, seeds: Tensor, recurrent: bool) -> bool:
-    """Return whether autograd must take one seed at a time.
-
-    It cannot batch recurrent, attention or sparse kernels, and batches convolutions on a CPU only slowly.
-    """
-    return recurrent or any(facts.seed_by_seed(node, seeds.is_cpu) for node, facts in graph.operations.items())
-
-
-def by_autograd(
-    raw: Tensor,
-    targets: Sequence[GradientEdge] | Sequence[Tensor],
-    seeds: Tensor,
-    looped: bool,
-    differentiable: bool = False,
-) -> list[Tensor | None]:
-    """Return the gradients (K, ...) of seeds · raw at the targets; None where there is no path."""
-    options = {"retain_graph": True, "allow_unused": True, "create_graph": differentiable}
-    if not looped and len(seeds) > 1:
-        with quiet:
-            return list(torch.autograd.grad(raw, targets, seeds, is_grads_batched=True, **options))
-    each = zip(*(torch.autograd.grad(raw, targets, seed, **options) for seed in seeds), strict=True)
-    return [
-        None if grads[0] is None else torch.stack([g.to_dense() if g.is_sparse else g for g in grads]) for grads in each
-    ]
-
-
-def _pull_back(
-    graph: Graph, targets: Collection[Node], leading: set[Node], seeds: Tensor
-) -> Iterator[tuple[Node, Tensor]]:
-    """Yield the targets that a path leads to, with the gradients (K, *output) for seeds (K, *output of the root).
-
-    ``leading`` are the nodes that lead to the targets.
-    """
-    held = _Held(graph.nodes[0], seeds)
-    left = len(targets)
-    for node in graph.nodes:
-        if node not in held:
-            continue
-        grads, owned = held.pop(node)
-        if node in targets:
-            if grads[0] is None or (len(grads) > 1 and any(grad is not None for grad in grads[1:])):
-                raise NoRuleError(node.name())
-            yield node, grads[0]
-            left, owned = left - 1, False
-        if not left:
-            return
-        operands = [i for i, (child, _) in enumerate(node.next_functions) if child is not None and child in leading]
-        for operand, (part, new) in zip(operands, _pull_operands(graph.operations[node], node, grads, operands, owned)):
-            held.add(node.next_functions[operand], part, new)
-            del part
-        del grads
-
-
-class _Held:
-    """The gradients of a pass that are in memory: those that were reached and not yet pulled further."""
-
-    def __init__(self, root: Node, seeds: Tensor) -> None:
-        self._grads: dict[Node, list[Tensor | None]] = {root: [seeds]}
-        self._owned: set[Node] = set()  # nobody else holds their gradient, so that it may be changed in place
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._grads
-
-    def pop(self, node: Node) -> tuple[list[Tensor | None], bool]:
-        """Return the gradients of all outputs of a node, and whether nobody else holds them; forget them."""
-        owned = node in self._owned
-        self._owned.discard(node)
-        return self._grads.pop(node), owned
-
-    def add(self, edge: tuple[Node, int], part: Tensor, new: bool) -> None:
-        """Add a part of the gradient of one output of a node."""
-        node, number = edge
-        if part.shape[1:] != output_shape(node, number):
-            raise NoRuleError(node.name())
-        outputs = len(node._input_metadata)
-        grads = self._grads.setdefault(node, [None] * outputs)
-        before = grads[number]
-        grads[number] = part if before is None else before + part
-        if outputs == 1 and (new or before is not None):  # a sum is new
-            self._owned.add(node)
-
-
-def _pull_operands(
-    facts: Operation, node: Node, grads: list[Tensor | None], operands: list[int], owned: bool
-) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the gradients of the operands, and whether nobody else holds them."""
-    if not operands:
-        return
-    if facts.joint_gradient is not None:
-        yield from ((part, True) for part in facts.joint_gradient(node, grads, operands))
-        return
-    if facts.gradient is None or len(grads) != 1 or grads[0] is None:
-        raise NoRuleError(node.name())
-    for operand in operands:
-        yield facts.gradient.pull(node, grads[0], operand, owned)
-
-
-def _leading_to(graph: Graph, targets: Collection[Node], dtype: torch.dtype) -> set[Node] | None:
-    """Return the targets and every node from which one of them is reached.
-
-    None if one on the way has no rule or another dtype; casts are left to autograd.
-    """
-    leading = set(targets)
-    for node in reversed(graph.nodes):  # producers before consumers
-        if any(child in leading for child, _ in node.next_functions):
-            if not graph.operations[node].has_gradient or node._input_metadata[0].dtype != dtype:
-                return None
-            leading.add(node)
-    return leading
-
-
-def numbers_at_once(graph: Graph, targets: Collection[Node], dtype: torch.dtype) -> int | None:
-    """Return how many numbers the gradients of a pass to the targets have that are in memory at once, for each seed.
-
-    None if the pass is left to autograd, which holds those of all targets.
-    """
-    leading = _leading_to(graph, targets, dtype)
-    if leading is None:
-        return None
-    held, most = {graph.nodes[0]: output_numbers(graph.nodes[0])}, 0
-    for node in graph.nodes:
-        if node not in held:
-            continue
-        own = held.pop(node)
-        edges = {edge for edge in node.next_functions if edge[0] is not None and edge[0] in leading}
-        new = sum(output_numbers(*edge) for edge in edges if edge[0] not in held)
-        in_place = graph.operations[node].carries_parameter  # a view of the gradient of its output
-        most = max(most, sum(held.values()) + max(own, new) + (0 if in_place else min(own, new)))
-        for child, number in edges:
-            held[child] = held.get(child, 0) + (0 if child in held else output_numbers(child, number))
-    return most
 
 
 def tangents_of(model: nn.Module, selection: Selection, v: Tensor) -> dict[str, Tensor]:
@@ -249,7 +67,7 @@ def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: 
     tensors = dict(model.named_parameters())
     chosen = [tensors[name] for name in selection.names]
     back = by_autograd(raw, chosen, u.to(raw.dtype).reshape(len(u), *raw.shape), looped)
-    grads = [_or_zero(grad, p, (len(u), *p.shape)) for grad, p in zip(back, chosen, strict=True)]
+    grads = [or_zero(grad, p, (len(u), *p.shape)) for grad, p in zip(back, chosen, strict=True)]
     dtype = reduce(torch.promote_types, [grad.dtype for grad in grads])
     return selection.pick(torch.cat([grad.reshape(len(u), -1).to(dtype) for grad in grads], 1))
 
@@ -301,98 +119,6 @@ def _has_custom_function(raw: Tensor) -> bool:
         seen.add(node)
         waiting += [child for child, _ in node.next_functions]
     return False
-
-
-Patterns = Mapping[Node, Pattern | None]  # how rows run over the samples; None if samples share rows
-
-
-def find_patterns(raw: Tensor, graph: Graph, recurrent: bool) -> tuple[Patterns, bool]:
-    """Return for each node that uses a parameter how its rows run over the samples; None if samples share rows.
-
-    The flag says whether these patterns hold for every batch of the same shapes. They may not if several patterns fit
-    this batch: a row that no gradient reaches may belong to any sample. They do not if the rows follow no order.
-    """
-    batch = raw.shape[0]
-    patterns: dict[Node, Pattern | None] = {}
-    probed: dict[Node, int] = {}
-    for node, rows in {use.node: use.n_rows for use in graph.uses}.items():
-        if graph.batch_major[node] and rows % batch == 0:
-            patterns[node] = Regular(1, batch, rows // batch)
-        else:
-            probed[node] = rows
-    if not probed:
-        return patterns, True
-    certain = True
-    for node, owner in _owners(raw, graph, probed, recurrent).items():
-        fits = [] if owner is None else _fitting(owner, batch)
-        patterns[node] = fits[0] if fits else None if owner is None else Ragged.of(owner, batch)
-        certain = certain and len(fits) == 1
-    return patterns, certain
-
-
-def _owners(raw: Tensor, graph: Graph, rows_of: Mapping[Node, int], recurrent: bool) -> dict[Node, Tensor | None]:
-    """Return the sample of every row: -1 where no gradient arrives, None if samples share rows."""
-    batch, nodes = len(raw), list(rows_of)
-    bits = max(1, (batch - 1).bit_length())
-    generator = torch.Generator().manual_seed(0)
-    seed = (torch.randn(raw.shape, generator=generator).abs() + 0.5).to(raw)
-    numbers = torch.arange(batch, device=raw.device)
-    scales = torch.stack([1.0 + ((numbers >> bit) & 1) for bit in range(bits)]).to(seed)
-    seeds = torch.cat([seed[None], seed * scales.view(bits, batch, *(1,) * (raw.ndim - 1))])
-    owners: dict[Node, Tensor | None] = {}
-    for node, first, grads in _probe_gradients(raw, graph, nodes, seeds, recurrent):
-        grads = grads.reshape(len(grads), rows_of[node], grads[0].numel() // max(1, rows_of[node]))
-        sizes = grads[0].abs().amax(1) if grads.numel() else seed.new_zeros(rows_of[node])
-        before = owners[node] if node in owners else torch.where(sizes > 0, 0, -1)
-        owners[node] = _with_bits(before, grads, sizes, first)
-    return owners
-
-
-def _probe_gradients(
-    raw: Tensor, graph: Graph, nodes: list[Node], seeds: Tensor, recurrent: bool
-) -> Iterator[tuple[Node, int, Tensor]]:
-    """Yield nodes with the gradients there for the first seed and for those of some bits, and the first of these bits.
-
-    All bits in one pass, which drops each gradient after its use; by autograd, which holds them, one after another.
-    """
-    if not recurrent and numbers_at_once(graph, nodes, raw.dtype) is not None:
-        yield from ((node, 0, grads) for node, grads in gradients(raw, graph, nodes, seeds, recurrent))
-        return
-    without_doubling = dict(gradients(raw, graph, nodes, seeds[:1], recurrent))
-    for bit, doubled in enumerate(seeds[1:]):
-        for node, grad in gradients(raw, graph, nodes, doubled[None], recurrent):
-            yield node, bit, torch.cat([without_doubling[node], grad])
-
-
-def _with_bits(owner: Tensor | None, grads: Tensor, sizes: Tensor, first: int) -> Tensor | None:
-    """Return the numbers of the samples with some more bits, from the gradients (1 + bits, rows, entries) of a node.
-
-    The first are those of seeds that are not doubled, and ``sizes`` their largest entry in each row. Rounding is
-    relative to the terms of a row, which may be far larger than their sum: behind a LayerNorm they cancel.
-    """
-    eps = torch.finfo(grads.dtype).eps
-    limit = max(64 * eps, eps**0.5) * sizes
-    for bit, after in enumerate(grads[1:] if grads.numel() else (), first):
-        same = (after - grads[0]).abs().amax(1) <= limit
-        twice = (after - 2 * grads[0]).abs().amax(1) <= limit
-        if owner is None or bool(((owner >= 0) & ~same & ~twice).any()):
-            return None
-        owner = torch.where((owner >= 0) & twice, owner + (1 << bit), owner)
-    return owner
-
-
-def _fitting(owner: Tensor, batch: int) -> list[Regular]:
-    """Return every regular pattern that fits: row r belongs to sample (r // inner) % batch."""
-    if len(owner) % batch:
-        return []
-    share = len(owner) // batch
-    rows = torch.arange(len(owner), device=owner.device)
-    unreached = owner < 0
-    return [
-        Regular(share // inner, batch, inner)
-        for inner in range(share, 0, -1)
-        if share % inner == 0 and bool((((rows // inner) % batch == owner) | unreached).all())
-    ]
 
 
 # Directions for each output of a sample, up to which forward mode is taken. By ``python -m benchmarks.scale_outputs``
@@ -489,3 +215,103 @@ def _sample_chunks(network: Network, inputs: Inputs, directions: int) -> Iterato
     footprint = replace(network.footprint, whole=0)  # no Jacobian is formed
     for part in footprint.chunks(batch, directions, network.dtype, network.device):
         yield inputs if part == slice(0, batch) else network.take(inputs, part)
+
+
+# Scalar functions of the weights or of the outputs, and their gradients.
+
+
+def is_single_map(network: Network) -> bool:
+    """Return whether the selected weights are those of one linear map."""
+    layout = network.layout
+    return len(layout) == 1 and layout[0].linear and layout[0].groups == 1
+
+
+def last_features(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """Return the input (B, D) of the selected linear map, with a column of ones for a bias, and the outputs f (B, C).
+
+    None if the map is used several times for one input, as for every token of a text.
+    """
+    tangent = network.linearise(inputs)
+    ((_, part),) = tangent.jacobians(torch.zeros_like(tangent.network_output)[None])
+    single = part.single_map()
+    return None if single is None else (single.a[0, :, 0], tangent.f)
+
+
+Functional = Callable[[Any], Tensor]  # of the weights by name, or of the outputs f (B, [T,] C)
+
+
+def weight_slope(network: Network, function: Functional, x: Inputs | None = None) -> Tensor:
+    """Return the gradient ∇g in the weights, (P,): of a function of them, or of one of the outputs at x, Jᵀ ∂g/∂f."""
+    if x is None:
+        return _slope_in_weights(network, function)
+    seed, batch = output_slope(function, network(x).to(network.dtype)).unsqueeze(0), network.count(x)
+    total = torch.zeros_like(network.theta())
+    for rows in network.for_inputs(x).footprint.chunks(batch, 1, network.dtype, network.device):
+        total = total + network.vjp(network.take(x, rows), seed[:, rows])[0]
+    return total
+
+
+def _slope_in_weights(network: Network, function: Functional) -> Tensor:
+    """Return the gradient in the selected parameters, (P,), of a scalar function of all parameters by name."""
+    with torch.inference_mode(False), torch.enable_grad():
+        tensors = {name: tensor.detach().to(network.dtype) for name, tensor in network.parameters.items()}
+        leaves = {name: tensors[name].requires_grad_() for name in network.selection.names}
+        value = scalar(_called(function, tensors, "weights by name"))
+        if not value.requires_grad:
+            raise ModelError(
+                "the function of the weights does not depend on them; expected one of the selected weights, "
+                f"{', '.join(network.selection.names):.200}, without detach() or item()."
+            )
+        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    slope = network.selection.pick(torch.cat([grad.reshape(-1) for grad in grads]))
+    _refuse_infinite(value, slope)
+    return slope
+
+
+def output_slope(function: Functional, f: Tensor) -> Tensor:
+    """Return ∂g/∂f, in the shape of f; raise if g is not finite or does not depend on f."""
+    check_finite(f, "outputs of the network")
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = f.detach().clone().requires_grad_()
+        value = scalar(_called(function, leaf, "outputs"), "outputs")
+        slope = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
+    if slope is None:
+        raise ModelError(
+            "the function of the outputs does not depend on them; expected one that can be differentiated in f, "
+            "without detach(), item(), argmax() or a comparison."
+        )
+    _refuse_infinite(value, slope, "outputs")
+    return slope
+
+
+def _called(function: Functional, given: Any, what: str) -> Any:
+    """Return the value of a function that a user gave; raise with what it got if it does not take that."""
+    try:
+        return function(given)
+    except REFUSED as error:
+        raise ModelError(
+            f"the function raises {type(error).__name__}: {error}. It got the {what}; expected a function of these. "
+            "Give x= for a function of the outputs, and none for one of the weights."
+        ) from error
+
+
+def scalar(value: Any, argument: str = "weights") -> Tensor:
+    """Return the value of a function as a single number, (); raise if it is more than one."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+        raise ModelError(
+            f"the function of the {argument} gives {shape}; expected a tensor of one number. Take one entry, a "
+            "sum or a mean."
+        )
+    return value.sum()
+
+
+def _refuse_infinite(value: Tensor, slope: Tensor, argument: str = "weights") -> None:
+    """Raise if the value or the slope of a function is not finite: then it has no variance."""
+    steepest = float(slope.abs().max())
+    if not math.isfinite(float(value.detach())) or not math.isfinite(steepest):
+        raise ModelError(
+            f"the function of the {argument} gives {float(value.detach()):.3g} with slopes up to {steepest:.3g}; "
+            "expected finite numbers. Give one that is smooth here: log_softmax for the log of a softmax, no square "
+            "root of zero."
+        )

@@ -1,21 +1,29 @@
-"""The backward rules: how the gradients of K seeds are pulled back through an operation, all seeds together.
+"""The backward pass: how the gradients of K seeds are pulled back through the operations, all seeds together.
 
-Nothing here is needed to understand the numbers: they are those of autograd, which computes the gradients of an
-operation without a rule. Autograd takes one seed at a time, and with these rules K seeds cost one large operation.
+Nothing here is needed to understand the numbers: they are those of autograd, which computes the gradients of a graph
+that has an operation without a rule. Autograd takes one seed at a time, and ``vmap`` over it loops inside convolutions
+and norms. Here the seeds are folded into the batch, so that K seeds cost one large operation for each node.
 A rule takes a gradient (K, *output) and returns that of an operand, (K, *operand).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from lapwing.networks.rules import LEAF, Node, batch_norm_scale, output_shape, signed
+from lapwing.networks.rules import LEAF, Node, Shape, batch_norm_scale, output_numbers, output_shape, signed
 from lapwing.runtime.memory import chunks, concat_chunks
+from lapwing.runtime.threads import quiet
+
+if TYPE_CHECKING:
+    from lapwing.networks.graph import Graph
+    from lapwing.networks.ops import Operation
 
 aten = torch.ops.aten
 Pull = Callable[[Node, Tensor, int], Tensor]  # (node, gradient (K, *output), operand) -> gradient (K, *operand)
@@ -440,3 +448,173 @@ def upsample_nearest(node: Node, grad: Tensor, operand: int) -> Tensor:
         node._saved_scales_h, node._saved_scales_w,
     )  # fmt: skip
     return back.unflatten(0, grad.shape[:2])
+
+
+def gradients(
+    raw: Tensor, graph: Graph, nodes: list[Node], seeds: Tensor, recurrent: bool, differentiable: bool = False
+) -> Iterator[tuple[Node, Tensor]]:
+    """Yield the nodes, as the pass reaches them, with the gradient (K, ...) of seeds · raw at their outputs.
+
+    It is zero where there is no path. Whoever drops each before the next needs the memory of a few layers, not of all;
+    only a pass by autograd has all at once. ``differentiable`` gradients are part of a graph that leads back to the
+    inputs, by autograd and seed by seed.
+    """
+    leading = None if recurrent or differentiable else _leading_to(graph, nodes, seeds.dtype)
+    remaining = dict.fromkeys(nodes)
+    if leading is not None:
+        walk = _pull_back(graph, frozenset(nodes), leading, seeds)
+        try:
+            while True:
+                with torch.no_grad():  # not while the caller works
+                    node, grad = next(walk)
+                del remaining[node]
+                yield node, grad
+                del grad
+        except StopIteration:
+            for node in remaining:
+                yield node, seeds.new_zeros(len(seeds), *output_shape(node))
+            return
+        except NoRuleError:  # the rest by autograd
+            del walk
+    looped = differentiable or seed_by_seed(graph, seeds, recurrent)
+    rest = list(remaining)
+    grads = by_autograd(raw, [GradientEdge(node, 0) for node in rest], seeds, looped, differentiable)
+    for node in rest:
+        yield node, or_zero(grads.pop(0), seeds, (len(seeds), *output_shape(node)))
+
+
+def or_zero(grad: Tensor | None, like: Tensor, shape: Shape) -> Tensor:
+    return like.new_zeros(shape) if grad is None else grad
+
+
+def seed_by_seed(graph: Graph, seeds: Tensor, recurrent: bool) -> bool:
+    """Return whether autograd must take one seed at a time.
+
+    It cannot batch recurrent, attention or sparse kernels, and batches convolutions on a CPU only slowly.
+    """
+    return recurrent or any(facts.seed_by_seed(node, seeds.is_cpu) for node, facts in graph.operations.items())
+
+
+def by_autograd(
+    raw: Tensor,
+    targets: Sequence[GradientEdge] | Sequence[Tensor],
+    seeds: Tensor,
+    looped: bool,
+    differentiable: bool = False,
+) -> list[Tensor | None]:
+    """Return the gradients (K, ...) of seeds · raw at the targets; None where there is no path."""
+    options = {"retain_graph": True, "allow_unused": True, "create_graph": differentiable}
+    if not looped and len(seeds) > 1:
+        with quiet:
+            return list(torch.autograd.grad(raw, targets, seeds, is_grads_batched=True, **options))
+    each = zip(*(torch.autograd.grad(raw, targets, seed, **options) for seed in seeds), strict=True)
+    return [
+        None if grads[0] is None else torch.stack([g.to_dense() if g.is_sparse else g for g in grads]) for grads in each
+    ]
+
+
+def _pull_back(
+    graph: Graph, targets: Collection[Node], leading: set[Node], seeds: Tensor
+) -> Iterator[tuple[Node, Tensor]]:
+    """Yield the targets that a path leads to, with the gradients (K, *output) for seeds (K, *output of the root).
+
+    ``leading`` are the nodes that lead to the targets.
+    """
+    held = _Held(graph.nodes[0], seeds)
+    left = len(targets)
+    for node in graph.nodes:
+        if node not in held:
+            continue
+        grads, owned = held.pop(node)
+        if node in targets:
+            if grads[0] is None or (len(grads) > 1 and any(grad is not None for grad in grads[1:])):
+                raise NoRuleError(node.name())
+            yield node, grads[0]
+            left, owned = left - 1, False
+        if not left:
+            return
+        operands = [i for i, (child, _) in enumerate(node.next_functions) if child is not None and child in leading]
+        for operand, (part, new) in zip(operands, _pull_operands(graph.operations[node], node, grads, operands, owned)):
+            held.add(node.next_functions[operand], part, new)
+            del part
+        del grads
+
+
+class _Held:
+    """The gradients of a pass that are in memory: those that were reached and not yet pulled further."""
+
+    def __init__(self, root: Node, seeds: Tensor) -> None:
+        self._grads: dict[Node, list[Tensor | None]] = {root: [seeds]}
+        self._owned: set[Node] = set()  # nobody else holds their gradient, so that it may be changed in place
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._grads
+
+    def pop(self, node: Node) -> tuple[list[Tensor | None], bool]:
+        """Return the gradients of all outputs of a node, and whether nobody else holds them; forget them."""
+        owned = node in self._owned
+        self._owned.discard(node)
+        return self._grads.pop(node), owned
+
+    def add(self, edge: tuple[Node, int], part: Tensor, new: bool) -> None:
+        """Add a part of the gradient of one output of a node."""
+        node, number = edge
+        if part.shape[1:] != output_shape(node, number):
+            raise NoRuleError(node.name())
+        outputs = len(node._input_metadata)
+        grads = self._grads.setdefault(node, [None] * outputs)
+        before = grads[number]
+        grads[number] = part if before is None else before + part
+        if outputs == 1 and (new or before is not None):  # a sum is new
+            self._owned.add(node)
+
+
+def _pull_operands(
+    facts: Operation, node: Node, grads: list[Tensor | None], operands: list[int], owned: bool
+) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the gradients of the operands, and whether nobody else holds them."""
+    if not operands:
+        return
+    if facts.joint_gradient is not None:
+        yield from ((part, True) for part in facts.joint_gradient(node, grads, operands))
+        return
+    if facts.gradient is None or len(grads) != 1 or grads[0] is None:
+        raise NoRuleError(node.name())
+    for operand in operands:
+        yield facts.gradient.pull(node, grads[0], operand, owned)
+
+
+def _leading_to(graph: Graph, targets: Collection[Node], dtype: torch.dtype) -> set[Node] | None:
+    """Return the targets and every node from which one of them is reached.
+
+    None if one on the way has no rule or another dtype; casts are left to autograd.
+    """
+    leading = set(targets)
+    for node in reversed(graph.nodes):  # producers before consumers
+        if any(child in leading for child, _ in node.next_functions):
+            if not graph.operations[node].has_gradient or node._input_metadata[0].dtype != dtype:
+                return None
+            leading.add(node)
+    return leading
+
+
+def numbers_at_once(graph: Graph, targets: Collection[Node], dtype: torch.dtype) -> int | None:
+    """Return how many numbers the gradients of a pass to the targets have that are in memory at once, for each seed.
+
+    None if the pass is left to autograd, which holds those of all targets.
+    """
+    leading = _leading_to(graph, targets, dtype)
+    if leading is None:
+        return None
+    held, most = {graph.nodes[0]: output_numbers(graph.nodes[0])}, 0
+    for node in graph.nodes:
+        if node not in held:
+            continue
+        own = held.pop(node)
+        edges = {edge for edge in node.next_functions if edge[0] is not None and edge[0] in leading}
+        new = sum(output_numbers(*edge) for edge in edges if edge[0] not in held)
+        in_place = graph.operations[node].carries_parameter  # a view of the gradient of its output
+        most = max(most, sum(held.values()) + max(own, new) + (0 if in_place else min(own, new)))
+        for child, number in edges:
+            held[child] = held.get(child, 0) + (0 if child in held else output_numbers(child, number))
+    return most

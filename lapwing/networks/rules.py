@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lapwing.networks.dense_jacobian import DenseJacobian, LookupJacobian
-from lapwing.networks.jacobians import BlockJacobian
+from lapwing.networks.jacobians import BlockJacobian, DenseJacobian, LookupJacobian
 from lapwing.networks.linear_jacobian import LinearJacobian
 
 if TYPE_CHECKING:

@@ -1,32 +1,55 @@
-"""The network linearised at one batch.
+"""The network linearised at one batch: its Jacobian block by block, and a comparison of it with autograd's.
 
 Parameters that no rule covers take a fallback, which is slower and gives the same numbers: first ``torch.func`` (a
 backward pass for each seed, for all samples and parameters at once); where an operation refuses that (recurrent
 kernels), plain backward passes, one sample and one seed at a time.
+
+Rules read the Jacobian from the graph, and a rule may be wrong for a network that nobody thought of. So ``compare``
+tests the first batch of every graph: for random u and random weights c of the samples, Σ_b c_b J_bᵀ u_b is compared,
+for each parameter, with the gradient of Σ_b c_b u_b · f_b. The weights show rows that were given to another sample.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING
+from functools import cache, cached_property, partial, reduce
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from lapwing.data.inputs import Inputs, map_leaves, take
 from lapwing.errors import ModelError
-from lapwing.networks.dense_jacobian import DenseJacobian, PickedJacobian, are_few
-from lapwing.networks.examine import relative_gap, unreadable_blocks
-from lapwing.networks.forward import raw_output, recording, select_kernels, with_output_dim
-from lapwing.networks.graph import Graph
-from lapwing.networks.jacobians import Block, BlockJacobian, LayerJacobians
+from lapwing.networks.examine import EXAMINED, relative_gap
+from lapwing.networks.forward import (
+    copy_modules,
+    output_without_graph,
+    raw_output,
+    recording,
+    select_kernels,
+    with_output_dim,
+)
+from lapwing.networks.graph import Graph, Patterns, kept_value_message, unreadable_blocks
+from lapwing.networks.jacobians import (
+    Block,
+    BlockJacobian,
+    DenseJacobian,
+    Entries,
+    PickedJacobian,
+    are_few,
+    flatten_blocks,
+    temporary_bytes,
+)
 from lapwing.networks.linear_jacobian import HeadGGN, LinearJacobian
-from lapwing.networks.passes import Patterns, by_autograd, gradients
+from lapwing.networks.pull import by_autograd, gradients
 from lapwing.networks.rules import Node, Regular, output_shape
-from lapwing.networks.selection import find_head, is_local
+from lapwing.networks.selection import Selection, find_head, is_local
+from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.threads import math_attention, quiet
 from lapwing.values.outputs import ChosenOutputs
 
@@ -97,6 +120,133 @@ def _by_loop(
             if grad is not None:
                 jacobians[name][b] = grad.reshape(count, -1)
     return jacobians, torch.stack(outputs)
+
+
+Stream = Callable[[Collection[int]], Iterator[tuple[int, BlockJacobian]]]  # wanted blocks -> their Jacobians
+
+
+@dataclass(frozen=True, eq=False)
+class LayerJacobians:
+    """The Jacobian of a batch, block by block, for K = ``outputs`` seeds; a sample has ``tokens`` data."""
+
+    parts: tuple[Callable[[], BlockJacobian], ...]
+    layout: tuple[Block, ...]
+    selection: Selection
+    batch: int
+    outputs: int
+    dtype: torch.dtype
+    tokens: int = 1
+    stream: Stream | None = None  # a pass that holds few gradients at once
+    entries: tuple[Entries, ...] | None = None  # the chosen entries of each block; None if all are chosen
+
+    def numbered_blocks(self, wanted: Collection[int] | None = None) -> Iterator[tuple[int, BlockJacobian]]:
+        """Yield the number and the Jacobian of all or some blocks, in any order, for sums over blocks.
+
+        Where the network streams, this is a backward pass of its own, which drops each gradient after its use.
+        """
+        wanted = range(len(self.parts)) if wanted is None else wanted
+        return ((i, self.parts[i]()) for i in wanted) if self.stream is None else self.stream(wanted)
+
+    def __iter__(self) -> Iterator[tuple[Block, BlockJacobian]]:
+        """Yield block by block. Each is formed when it is reached and dropped afterwards, so only one is in memory.
+
+        Blocks without a rule are formed together and stay in memory.
+        """
+        for block, part in zip(self.layout, self.parts, strict=True):
+            yield block, part()
+
+    def whole(self) -> Tensor:
+        """Return the Jacobian itself, (B, K, P), in which only the chosen columns are formed. For few weights."""
+        lead = (self.batch, self.outputs)
+        if self.entries is not None:
+            return self._columns(self.entries)
+        parts = [part.whole().reshape(*lead, *block.form) for block, part in self]
+        return flatten_blocks(parts, self.layout, self.selection)
+
+    def _columns(self, entries: tuple[Entries, ...]) -> Tensor:
+        device = entries[0].at.device
+        whole = torch.empty(self.batch, self.outputs, self.selection.size, dtype=self.dtype, device=device)
+        for chosen, (_, part) in zip(entries, self, strict=True):
+            whole[..., chosen.places] = part.columns(chosen).to(self.dtype)
+            del part  # before the next one is formed
+        return whole
+
+    def samples(self, rows: slice) -> LayerJacobians:
+        """Return that of some samples; a block is formed for all of them and then cut."""
+        if rows == slice(0, self.batch):
+            return self
+        parts = tuple(partial(_samples_of, part, rows) for part in self.parts)
+        return replace(self, parts=parts, stream=None, batch=rows.stop - rows.start)
+
+    def double(self) -> LayerJacobians:
+        """Return it in float64, for differences in which digits cancel."""
+        parts = tuple(partial(_to_double, part) for part in self.parts)
+        stream = None if self.stream is None else partial(_double_stream, self.stream)
+        return replace(self, parts=parts, stream=stream, dtype=torch.float64)
+
+    def jvp(self, v: Tensor) -> Tensor:
+        """Return J v for every row of v (n, P): (n, B, K), from the stored factors."""
+        v = v.to(self.dtype)
+        if self.entries is not None:  # the weights of one block at a time are filled up with those not chosen
+            pairs = zip(self.entries, self, strict=True)
+            return reduce(torch.add, (part.jvp(chosen.expand(v[:, chosen.places])) for chosen, (_, part) in pairs))
+        values = self.selection.split(v)
+        return reduce(torch.add, (part.jvp(block.arrange(values)) for block, part in self))
+
+    def vjp(self, u: Tensor) -> Tensor:
+        """Return Jᵀ u for every u (n, B, K), summed over samples: (n, P)."""
+        u = u.to(self.dtype)
+        if self.entries is not None:
+            total = u.new_empty(len(u), self.selection.size)
+            for chosen, (_, part) in zip(self.entries, self, strict=True):
+                total[:, chosen.places] = part.vjp(u).reshape(len(u), -1)[:, chosen.at]
+            return total
+        parts = [part.vjp(u).reshape(len(u), *block.form) for block, part in self]
+        return flatten_blocks(parts, self.layout, self.selection)
+
+    def gram(self, v: Tensor) -> Tensor:
+        """Return Jᵀ J v for every row of v (n, P); a block is formed once for both products, if memory allows it."""
+        parts: list[Callable[[], BlockJacobian]] = []
+        left = temporary_bytes(v.device)
+        for part in self.parts:
+            block = part().materialised(len(v))
+            left -= block.nbytes
+            parts.append(partial(_constant, block) if left >= 0 else part)
+            del block
+        ready, each = replace(self, parts=tuple(parts), stream=None), 4 * v.element_size() * self.batch * self.outputs
+        return concat_chunks((ready.vjp(ready.jvp(v[some])) for some in chunks(len(v), each, v.device)), len(v))
+
+    def materialised(self) -> LayerJacobians:
+        """Return it with every block formed now, in the form in which repeated products are cheapest."""
+        return self._with_parts(part().materialised() for part in self.parts)
+
+    def _with_parts(self, parts: Iterable[BlockJacobian]) -> LayerJacobians:
+        return replace(self, parts=tuple(partial(_constant, part) for part in parts), stream=None)
+
+    def materialised_bytes(self) -> int:
+        """Return the bytes that ``materialised`` would take; the blocks are formed one after another."""
+        return sum(part.materialised_size() for _, part in self) * torch.finfo(self.dtype).bits // 8
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the blocks take once they are formed."""
+        return sum(part.nbytes for _, part in self)
+
+
+def _constant(part: BlockJacobian) -> BlockJacobian:
+    return part
+
+
+def _samples_of(part: Callable[[], BlockJacobian], rows: slice) -> BlockJacobian:
+    return part().samples(rows)
+
+
+def _double_stream(stream: Stream, wanted: Collection[int]) -> Iterator[tuple[int, BlockJacobian]]:
+    return ((number, part.to(torch.float64)) for number, part in stream(wanted))
+
+
+def _to_double(part: Callable[[], BlockJacobian]) -> BlockJacobian:
+    return part().to(torch.float64)
 
 
 Gradients = Mapping[Node, Tensor]
@@ -378,3 +528,214 @@ def _zero(block: Block, seeds: Tensor) -> BlockJacobian:
     groups, d_out, d_in = block.form
     a, g = seeds.new_zeros(groups, batch, 1, d_in), seeds.new_zeros(groups, outputs, batch, 1, d_out)
     return LinearJacobian(a, g, torch.zeros(batch, dtype=torch.long, device=seeds.device))
+
+
+# The comparison with autograd.
+
+
+# Both ways round differently: by up to 25 eps of a parameter's gradient in the networks of the tests, in all dtypes,
+# and where its terms cancel by 2 eps of the largest gradient, entry by entry. A Jacobian of zero is off by one.
+OWN, POWER, MOST_OWN = 32.0, 0.75, 0.25  # 2e-4 of its own gradient in float32, 6e-11 in float64, a quarter in 16 bits
+
+
+TOP, MOST_TOP = 64.0, 0.1  # units of the largest gradient
+
+
+PARTS = {"_parameters", "_buffers", "_modules"}
+
+
+ABSENT = object()
+
+
+def compare(tangent: Tangent, first: bool) -> None:
+    """Raise ``ModelError`` unless the Jacobian of the batch agrees with autograd for each parameter.
+
+    ``first`` says that the model has not been compared before. Cost: two backward passes with one seed, one by the
+    rules and one by autograd; at first also those of ``_refuse_kept_values``. A few samples are enough if their graph
+    has the form of the whole batch's.
+    """
+    if len(tangent.raw) > EXAMINED:
+        network = tangent.network
+        few = network.linearise(network.take(tangent.inputs, slice(0, EXAMINED)), tangent.differentiable)
+        tangent = few if few.graph.form == tangent.graph.form else tangent
+    u, c = _directions(tangent)
+    with torch.no_grad():
+        expected = _by_autograd(tangent, u, c)
+    if first:
+        _refuse_kept_values(tangent, u[0] * c, expected)
+    with torch.no_grad():
+        off = _differing(_by_rules(tangent, u, c), expected, tangent)
+    if off is not None:
+        name, gap, allowed = off
+        raise ModelError(
+            f"the Jacobian of {name!r} that Lapwing reads from the graph of this batch differs from autograd's by "
+            f"{gap:.2g} of its size; expected rounding, at most {allowed:.1g}. An operation of the model is not "
+            "handled right: leave the parameter out with named(), and please report the model."
+        )
+
+
+def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, Tensor]) -> None:
+    """Raise ``ModelError`` if the outputs follow a parameter by a value that the model keeps from an earlier run.
+
+    Then the gradient in the parameter, or the output where the gradient is zero, is another one where other values are
+    put in its place, or where the modules start without the tensors that they keep beside their parameters. Cost: a
+    forward and two backward passes; three forward passes more where a parameter has no gradient; and as much for each
+    tensor that is kept.
+    """
+    network = tangent.network
+    names, plain_kernels = network.selection.names, network.plain_kernels
+
+    def differing(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> str:
+        """Return a parameter whose gradient is another one in a run of this model, or ""."""
+        with recording(network.parameters, names if values is None else (), plain_kernels):
+            raw = raw_output(model, tangent.inputs, values)
+        tensors = dict(model.named_parameters())
+        leaves = {name: tensors[name] for name in names} if values is None else values
+        off = _differing(_gradients(raw, leaves, seed, plain_kernels), expected, tangent)
+        return off[0] if off is not None and _same(model, raw, tangent.raw) else ""
+
+    name = differing(network.replica, {name: network.parameters[name].detach().requires_grad_() for name in names})
+    if name:
+        raise ModelError(kept_value_message(name, " (in a closure, or in an object that is not a module)"))
+    if not network.private:
+        return
+    silent = {name: _moved(network.parameters[name]) for name in names if name not in expected}
+
+    def follows(model: nn.Module) -> bool:
+        """Return whether the outputs change with the parameters that have no gradient."""
+        with torch.no_grad(), select_kernels(plain_kernels):
+            return not _same(model, raw_output(model, tangent.inputs, silent), tangent.raw)
+
+    if silent and follows(copy_modules(network.replica)):
+        used = copy_modules(network.replica)
+        output_without_graph(used, tangent.inputs, plain_kernels)
+        if not follows(used):
+            raise ModelError(kept_value_message(next(iter(silent)), ", without a gradient"))
+    for where, emptied in _emptied(network.replica):
+        with contextlib.suppress(Exception):  # a model that needs the tensor may raise anything
+            name = differing(emptied())
+            name = name or (next(iter(silent)) if silent and follows(emptied()) else "")
+        if name:
+            raise ModelError(kept_value_message(name, f" ({where})"))
+
+
+def _same(model: nn.Module, raw: Tensor, before: Tensor) -> bool:
+    """Return whether two runs gave the same outputs, up to rounding."""
+    if raw.shape != before.shape:
+        return False
+    gap, allowed = relative_gap(model, raw.detach(), before.detach(), before.detach())
+    return bool(gap < allowed)
+
+
+def _moved(parameter: Tensor) -> Tensor:
+    """Return other values for a parameter, of the same size and always the same."""
+    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(parameter)
+    return parameter.detach() + noise * (parameter.detach().abs().amax() + 0.1)
+
+
+def _emptied(replica: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    """Yield the place of each tensor that a module keeps beside its parameters, and a maker of copies without it.
+
+    A place that is empty at first may hold None, or not be there.
+    """
+
+    def emptied(name: str, key: str, fill: Any) -> nn.Module:
+        model = copy_modules(replica)
+        part = model.get_submodule(name)
+        content = vars(part) if key in vars(part) else part._buffers
+        content[key] = fill
+        if fill is ABSENT:
+            del content[key]
+        return model
+
+    for name, module in replica.named_modules():
+        inside = type(module).__module__.startswith("torch.nn.")
+        own = {key: value for key, value in vars(module).items() if key not in PARTS and "_hooks" not in key}
+        for key, value in (*own.items(), *({} if inside else module._buffers).items()):
+            if any(t.is_floating_point() for t in _held(value)):
+                where = f"the attribute {key!r} of {f'the module {name!r}' if name else 'the model'}"
+                for fill in (None, ABSENT) if isinstance(value, Tensor) else (type(value)(),):
+                    yield where, partial(emptied, name, key, fill)
+
+
+def _held(value: Any) -> tuple[Tensor, ...]:
+    """Return the tensors in an attribute, which is one or a collection of some."""
+    parts = value.values() if isinstance(value, dict) else value if type(value) in (list, set) else (value,)
+    return tuple(part for part in parts if isinstance(part, Tensor))
+
+
+def _gradients(
+    raw: Tensor, leaves: Mapping[str, Tensor], seed: Tensor, plain_kernels: bool
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the gradient of seed · raw for each leaf, with its name."""
+    grads: Sequence[Tensor | None] = [None] * len(leaves)
+    if raw.requires_grad:
+        with select_kernels(plain_kernels):
+            grads = torch.autograd.grad(raw, list(leaves.values()), seed.reshape(raw.shape).to(raw), allow_unused=True)
+    return zip(leaves, (g.to_dense() if g is not None and g.is_sparse else g for g in grads), strict=True)
+
+
+def _directions(tangent: Tangent) -> tuple[Tensor, Tensor]:
+    """Return u (1, B, [T,] C) and c (B, [1,] 1), always the same for a shape."""
+    f, generator = tangent.network_output.detach(), torch.Generator().manual_seed(0)
+    u = torch.randn((1, *f.shape), generator=generator)
+    c = 0.5 + torch.rand((len(f), *(1,) * (f.ndim - 1)), generator=generator)
+    return u.to(f), c.to(f)
+
+
+def _by_rules(tangent: Tangent, u: Tensor, c: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield Σ_b c_b J_bᵀ u_b for each parameter with its name, one block after another."""
+    layout = tangent.network.layout
+    jacobians = tangent.jacobians_unchecked(u, every=True)
+    weights = c.reshape(1, -1, 1).to(jacobians.dtype)
+    for number, (block, part) in enumerate(zip(layout, jacobians.parts, strict=True)):
+        if tangent.differentiable and number in tangent.fallback_blocks:
+            continue  # refused where it is needed
+        flat = part().vjp(weights).reshape(1, *block.form).detach()
+        yield from ((name, values[0]) for name, values in block.split(flat))
+
+
+def _by_autograd(tangent: Tangent, u: Tensor, c: Tensor) -> dict[str, Tensor]:
+    """Return the gradient of Σ_b c_b u_b · f_b, by parameter; none for those that are not in the graph."""
+    nodes: list[Node] = list(tangent.graph.leaves)
+    seed = (u[0] * c).reshape(tangent.raw.shape).to(tangent.raw)
+    with select_kernels(tangent.network.plain_kernels):
+        edges = [GradientEdge(node, 0) for node in nodes]
+        grads = torch.autograd.grad(tangent.raw, edges, seed, retain_graph=True, allow_unused=True)
+    pairs = zip((tangent.graph.leaves[node] for node in nodes), grads, strict=True)
+    return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in pairs if grad is not None}
+
+
+def _differing(
+    found: Iterable[tuple[str, Tensor | None]], expected: Mapping[str, Tensor], tangent: Tangent
+) -> tuple[str, float, float] | None:
+    """Return a parameter whose gradients differ beyond rounding, the relative gap and the one allowed; None if none."""
+    zero, figures = torch.zeros((), dtype=torch.float64, device=tangent.raw.device), {}
+    for name, values in found:
+        pair = (values, expected.get(name))
+        ours, autograd = (zero if each is None else each.reshape(-1).double() for each in pair)
+        size = max(ours.numel(), autograd.numel()) ** 0.5
+        figures[name] = torch.stack([(ours - autograd).norm(), ours.norm(), autograd.norm()]) / size
+    eps = _rounding(tangent)
+    numbers = torch.stack(list(figures.values())).tolist() if figures else []
+    rows = {name: row for name, row in zip(figures, numbers, strict=True) if isfinite(row[2])}
+    top = max((row[2] for row in rows.values()), default=0.0)
+    own, floor = min(MOST_OWN, OWN * eps**POWER), min(MOST_TOP, TOP * eps) * top
+    for name, (gap, ours, autograd) in rows.items():  # gradients that overflow say nothing
+        scale = max(ours, autograd)
+        if not gap <= own * scale + floor:
+            return name, gap / scale, own
+    return None
+
+
+def _rounding(tangent: Tangent) -> float:
+    """Return the rounding unit of the coarsest arithmetic by which the outputs were computed."""
+    dtypes = {tangent.network.arithmetic, tangent.raw.dtype}
+    for node in tangent.graph.operations:
+        dtypes |= {part.dtype for part in node._input_metadata if part.dtype.is_floating_point}
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    if torch.float64 in dtypes and len(dtypes) == 1:
+        return eps
+    if torch.get_float32_matmul_precision() == "medium":
+        return max(eps, torch.finfo(torch.bfloat16).eps)
+    return eps if tangent.raw.is_cpu else max(eps, 2**-10)  # GPUs may multiply float32 with ten digits

@@ -19,10 +19,10 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, check_finite, wants_slopes
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.networks.functionals import Functional
-from lapwing.networks.jacobians import LayerJacobians, temporary_bytes
+from lapwing.networks.jacobians import temporary_bytes
 from lapwing.networks.network import Network
-from lapwing.networks.passes import outputs_along
+from lapwing.networks.passes import Functional, outputs_along
+from lapwing.networks.tangent import LayerJacobians
 from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.settings import NONE, Latest, State, integer

@@ -15,9 +15,8 @@ from lapwing.data.inputs import Inputs, check_finite
 from lapwing.errors import FileError, ModelError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.functionals import Functional
 from lapwing.networks.network import Network
-from lapwing.networks.passes import outputs_along
+from lapwing.networks.passes import Functional, outputs_along
 from lapwing.posteriors.base import ALL, SUM, Posterior, draw_numbers, predict_from_draws
 from lapwing.posteriors.weight_space import beliefs_at, with_update_remark
 from lapwing.problem import Problem, Statistics

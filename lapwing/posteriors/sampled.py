@@ -16,10 +16,9 @@ from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.krylov import Logdet
 from lapwing.linalg.operators import Solution
 from lapwing.networks.forward import outside_autocast, outside_inference
-from lapwing.networks.functionals import Functional, is_single_map, last_features, weight_slope
-from lapwing.networks.jacobians import LayerJacobians
 from lapwing.networks.network import Network
-from lapwing.networks.passes import outputs_along
+from lapwing.networks.passes import Functional, is_single_map, last_features, outputs_along, weight_slope
+from lapwing.networks.tangent import LayerJacobians
 from lapwing.posteriors.base import ALL, Posterior
 from lapwing.posteriors.weight_space import Linearised, Mode
 from lapwing.priors import BoundPrior

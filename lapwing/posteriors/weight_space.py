@@ -16,11 +16,10 @@ from lapwing.curvature.sweep import Estimate
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import FileError, UnsupportedError
-from lapwing.networks.functionals import Functional, weight_slope
-from lapwing.networks.jacobians import LayerJacobians, temporary_bytes
+from lapwing.networks.jacobians import temporary_bytes
 from lapwing.networks.network import Network
-from lapwing.networks.passes import outputs_along
-from lapwing.networks.tangent import Tangent
+from lapwing.networks.passes import Functional, outputs_along, weight_slope
+from lapwing.networks.tangent import LayerJacobians, Tangent
 from lapwing.posteriors.base import ALL, Posterior, numbered_normals
 from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual

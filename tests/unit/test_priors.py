@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.curvature.kronecker import prior_precision
-from lapwing.networks.jacobians import Block, LayerJacobians
+from lapwing.networks.jacobians import Block
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import group_names, scale_free_groups
 from lapwing.networks.selection import Selection
+from lapwing.networks.tangent import LayerJacobians
 from lapwing.priors import (
     BoundPrior,
     GPrior,

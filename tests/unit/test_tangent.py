@@ -23,7 +23,7 @@ from lapwing.data.batches import Data
 from lapwing.errors import DataError, LapwingError
 from lapwing.linalg.krylov import block_conjugate_gradients, conjugate_gradients
 from lapwing.linalg.operators import Product, back_product, forward_product, gram_product
-from lapwing.networks.dense_jacobian import DenseJacobian
+from lapwing.networks.jacobians import DenseJacobian
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.tangent import (

@@ -13,8 +13,7 @@ import lapwing as lw
 from lapwing.curvature.sweep import DRAWS, MANY, PLAIN, DrawError, Seeds, root_seeds
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.networks.dense_jacobian import DenseJacobian
-from lapwing.networks.jacobians import Footprint
+from lapwing.networks.jacobians import DenseJacobian, Footprint
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
 from tests import problems

@@ -19,7 +19,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
 from lapwing.methods.hfl import LinearisedResponse
 from lapwing.methods.hfl_response import Hessian, Objective, Responder, Response, newton, push_minima
-from lapwing.networks.functionals import scalar
+from lapwing.networks.passes import scalar
 from tests import problems
 from tests.cases import BY_NAME, cast
 from tests.minima import copied, data, fitted, gapped, held_out, new, off, pretrained, shifted, small

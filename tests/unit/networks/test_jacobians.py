@@ -18,17 +18,16 @@ from torch import Tensor, nn
 import lapwing as lw
 from benchmarks.peak import held
 from lapwing.methods.inducing_points import Anchors
-from lapwing.networks import dense_jacobian as module
+from lapwing.networks import jacobians as module
 from lapwing.networks import linear_jacobian as near_cache
 from lapwing.networks import passes
 from lapwing.networks import passes as directional
-from lapwing.networks.dense_jacobian import coarse, halves, product, product_onto
-from lapwing.networks.jacobians import LayerJacobians
+from lapwing.networks.jacobians import coarse, halves, product, product_onto
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.passes import forward_products, outputs_along
 from lapwing.networks.selection import named, subnetwork
-from lapwing.networks.tangent import Tangent
+from lapwing.networks.tangent import LayerJacobians, Tangent
 from lapwing.priors import prior_kernel
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, Wrapped, attention, cast, mlp, norms, recurrent, sdpa, transformer

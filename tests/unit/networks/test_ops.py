@@ -19,10 +19,10 @@ import lapwing as lw
 from benchmarks.peak import held
 from lapwing import errors
 from lapwing.networks import linear_jacobian as linear_columns
-from lapwing.networks import passes, tangent
+from lapwing.networks import pull, tangent
 from lapwing.networks import tangent as fallback
-from lapwing.networks.dense_jacobian import DenseJacobian, Entries, LookupJacobian, PickedJacobian, are_few
 from lapwing.networks.graph import read_graph
+from lapwing.networks.jacobians import DenseJacobian, Entries, LookupJacobian, PickedJacobian, are_few
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.ops import Operation, Slope, entries, operation, register, row_wise
@@ -69,13 +69,13 @@ def registered() -> Iterator[None]:
 
 def calls_of_autograd(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    original = passes.by_autograd
+    original = pull.by_autograd
 
     def noted(*args: Any) -> Any:
         calls.append(1)
         return original(*args)
 
-    monkeypatch.setattr(passes, "by_autograd", noted)
+    monkeypatch.setattr(pull, "by_autograd", noted)
     return calls
 
 
@@ -176,10 +176,10 @@ def test_gradients_of_several_outputs_and_operands(name: str, monkeypatch: pytes
     target = next(node for node in graph.nodes if node.name() == "MulBackward0" and node.next_functions[0][0] is None)
     seeds = torch.randn(5, *output.shape, dtype=D)
     expected = [torch.autograd.grad(output, [GradientEdge(target, 0)], seed, retain_graph=True)[0] for seed in seeds]
-    monkeypatch.setattr(passes, "by_autograd", lambda *_: pytest.fail("autograd ran"))
+    monkeypatch.setattr(pull, "by_autograd", lambda *_: pytest.fail("autograd ran"))
     for size in ("1GB", 1):
         with lw.memory.limited(size):
-            ((_, grad),) = passes.gradients(output, graph, [target], seeds, recurrent=False)
+            ((_, grad),) = pull.gradients(output, graph, [target], seeds, recurrent=False)
         assert_close(grad, torch.stack(expected))
 
 
@@ -188,7 +188,7 @@ def test_attention_with_shared_heads_is_left_to_autograd() -> None:
     output = nn.functional.scaled_dot_product_attention(q * 1.0, kv, kv, enable_gqa=True)
     graph = read_graph(output)
     target = next(node for node in graph.nodes if node.name() == "MulBackward0")
-    ((_, grad),) = passes.gradients(output, graph, [target], torch.ones(1, *output.shape), recurrent=False)
+    ((_, grad),) = pull.gradients(output, graph, [target], torch.ones(1, *output.shape), recurrent=False)
     (expected,) = torch.autograd.grad(output, [GradientEdge(target, 0)], torch.ones_like(output))
     assert_close(grad[0], expected)
 
@@ -200,7 +200,7 @@ def test_gradients_come_one_by_one_and_no_grad_stays_outside() -> None:
     tangent = Network.build(model, x).linearise(x)
     nodes = list(dict.fromkeys(use.node for use in tangent.graph.uses))
     alive: list[weakref.ref[Tensor]] = []
-    for _, grad in passes.gradients(tangent.raw, tangent.graph, nodes, torch.ones(2, 3, 4), recurrent=False):
+    for _, grad in pull.gradients(tangent.raw, tangent.graph, nodes, torch.ones(2, 3, 4), recurrent=False):
         assert torch.is_grad_enabled()
         alive = [other for other in alive if other() is not None]
         assert len(alive) <= 2

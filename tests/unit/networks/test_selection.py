@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.errors import ModelError
-from lapwing.networks.dense_jacobian import DenseJacobian, LookupJacobian
+from lapwing.networks.graph import _with_bits
+from lapwing.networks.jacobians import DenseJacobian, LookupJacobian
 from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
-from lapwing.networks.passes import _with_bits
 from lapwing.networks.selection import Selection, all_weights, last_layer, named, subnetwork
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
