@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself: files outside docs/ in the site, and formulas that need no script.
+"""What MkDocs does not do by itself: files outside docs/ in the site, formulas that need no script, doctests as code.
 
 Links such as ``../CONTRIBUTING.md`` and ``../benchmarks/results/links.txt`` lead out of docs/. MkDocs knows files below
 docs/ alone: these are added to it under the same path without the dots, and the links are changed to them. Formulas
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
+from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +26,32 @@ OUT_OF_DOCS = re.compile(
 )
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\\[\[(](?P<tex>.*?)\\[\])]</\1>', re.DOTALL)
 INTO_DOCS = re.compile(r"\]\(docs/(?P<path>[^)]+)\)")
+
+
+class Doctests(Extension, Preprocessor):
+    """Show the lines of a doctest in a docstring as a block of code, up to the next empty line."""
+
+    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 (the name that Markdown calls)
+        md.preprocessors.register(self, "doctests", 100)  # before fenced blocks are read
+
+    def run(self, lines: list[str]) -> list[str]:
+        new, fenced, example = list[str](), False, False
+        for line in lines:
+            fenced ^= line.lstrip().startswith("```") and not example
+            if line.startswith(">>> ") and not fenced and not example:
+                new.append("```python")
+                example = True
+            elif example and not line.strip():
+                new.append("```")
+                example = False
+            new.append(line)
+        return [*new, "```"] if example else new
+
+
+def on_config(config: Any) -> Any:
+    """Add what turns doctests into code."""
+    config.markdown_extensions.append(Doctests())
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

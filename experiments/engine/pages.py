@@ -1,4 +1,4 @@
-"""Numbers in pages: marked regions of Markdown that are written from stored results and printed outputs."""
+"""Numbers in pages: regions of Markdown and lists of values, written from stored results and printed outputs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from experiments.engine.tables import Summary, as_markdown, compared, grid, mean
 from lapwing.demo.result import number
 from lapwing.errors import LapwingError
 
-REGION = re.compile(r"<!-- (result|value|output): (.*?) -->(.*?)<!-- /\1 -->", re.DOTALL)
-MARK = re.compile(r"<!-- /?(?:result|value|output)\b")
+REGION = re.compile(r"<!-- (result|output): (.*?) -->(.*?)<!-- /\1 -->", re.DOTALL)
+MARK = re.compile(r"<!-- /?(?:result|output|value)\b")
+VALUES = re.compile(r"<!-- values\n(.*?)\n-->", re.DOTALL)  # below a paragraph or table: "NUMBER = MARK" in each line
 # A block of code is left alone; one inside a region of printed output is part of the region.
 PIECES = re.compile(r"^```.*?^```[ \t]*$|<!-- output: .*? -->.*?<!-- /output -->", re.DOTALL | re.MULTILINE)
 OPTIONS = {  # of each kind of region
@@ -96,7 +97,8 @@ def written(text: str, sources: Sources) -> str:
 
 
 def _written(text: str, sources: Sources) -> str:
-    bare = MARK.search(REGION.sub("", text))
+    text = _with_values(text, sources)
+    bare = MARK.search(REGION.sub("", VALUES.sub("", text)))
     if bare is not None:
         raise LapwingError(f"a region that begins or ends with {bare.group()} is open; expected both ends.")
 
@@ -111,10 +113,53 @@ def _written(text: str, sources: Sources) -> str:
     return REGION.sub(region, text)
 
 
+def _with_values(text: str, sources: Sources) -> str:
+    """Return a text whose blocks above lists of values have the values of their sources."""
+    parts, start = list[str](), 0
+    for match in VALUES.finditer(text):
+        before = text[start : match.start()]
+        cut = before.rstrip().rfind("\n\n") + 1
+        block, lines = _with_sources(before[cut:], match.group(1).split("\n"), sources)
+        parts += [before[:cut], block, "\n".join(["<!-- values", *lines, "-->"])]
+        start = match.end()
+    return "".join([*parts, text[start:]])
+
+
+def _with_sources(block: str, lines: list[str], sources: Sources) -> tuple[str, list[str]]:
+    """Return a block and the list of its values, both with the values of their sources.
+
+    The list has each number in the order in which it stands in the block, and as often.
+    """
+    olds, marks = list[str](), list[str]()
+    for line in lines:
+        old, equals, mark = line.partition(" = ")
+        if not equals:
+            raise LapwingError(f"a list of values has the line {line!r}; expected NUMBER = MARK.")
+        olds.append(old)
+        marks.append(mark)
+    texts = "|".join(re.escape(old) for old in sorted(set(olds), key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\d.,+\-−])(?:{texts})(?!\d|[.,]\d)")
+    seen = pattern.findall(block)
+    if seen != olds:
+        i = next((i for i, (a, b) in enumerate(zip(seen, olds)) if a != b), min(len(seen), len(olds)))
+        have, want = (f"{each[i]!r}" if i < len(each) else "nothing more" for each in (seen, olds))
+        where = marks[i] if i < len(marks) else marks[-1]
+        raise LapwingError(f"{where}: the block above has {have} where the list of its values has {want}.")
+    news = [_value(Mark.parse("value", mark), sources) for mark in marks]
+    rest = iter(news)
+    return pattern.sub(lambda _: next(rest), block), [f"{new} = {mark}" for new, mark in zip(news, marks)]
+
+
+def _value(mark: Mark, sources: Sources) -> str:
+    if mark.of_file:
+        return _of_file(mark, sources)
+    name, _, form = mark.reference.partition("/")
+    return value(mark, sources.result(name, form))
+
+
 def _of_result(mark: Mark, sources: Sources) -> str:
     name, _, form = mark.reference.partition("/")
-    stored = sources.result(name, form)
-    return f"\n{table(mark, stored.records)}\n" if mark.kind == "result" else value(mark, stored)
+    return f"\n{table(mark, sources.result(name, form).records)}\n"
 
 
 def _of_file(mark: Mark, sources: Sources) -> str:
@@ -189,10 +234,11 @@ def fact(stored: Stored, name: str) -> str | float:
 
 
 def pages(root: Path) -> Iterator[Path]:
-    """Yield the pages of a repository: README.md and all pages below docs/."""
+    """Yield the pages of a repository: README.md and all pages below docs/ and experiments/."""
     if (root / "README.md").exists():
         yield root / "README.md"
-    yield from sorted((root / "docs").rglob("*.md"))
+    for folder in ("docs", "experiments"):
+        yield from sorted((root / folder).rglob("*.md"))
 
 
 def refresh(root: Path, check: bool = False) -> list[Path]:

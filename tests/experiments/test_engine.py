@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -270,6 +271,12 @@ SOURCES = Sources(lambda name, form: stored(), FILES.__getitem__)
 
 
 def body(mark: str, kind: str = "value") -> str:
+    if kind == "value":
+        text = written(f"before old after\n\n<!-- values\nold = {mark}\n-->\n", SOURCES)
+        found = re.fullmatch(r"before (.*) after\n\n<!-- values\n(.*) = (.*)\n-->\n", text)
+        assert found is not None
+        assert found.group(1, 3) == (found[2], mark)
+        return found[1]
     text = written(f"before <!-- {kind}: {mark} -->old<!-- /{kind} --> after", SOURCES)
     start, end = f"before <!-- {kind}: {mark} -->", f"<!-- /{kind} --> after"
     assert text.startswith(start)
@@ -331,11 +338,13 @@ def test_tables(options: str, rows: list[str]) -> None:
     ("text", "message"),
     [
         ("<!-- value: toy/full wine/Kron/NLL -->", "expected both ends"),
+        ("<!-- result: toy/full -->", "expected both ends"),
         ("<!-- /result -->", "expected both ends"),
-        ("<!-- value: toy/full a --><!-- value: toy/full b --><!-- /value -->", "holds another mark"),
-        ("<!-- value: toy wine/plain/NLL --><!-- /value -->", "expected value: NAME/FORM WHAT FORMAT"),
-        ("<!-- value: toy/full wine/Kron/NLL --><!-- /value -->", "wine/Kron/NLL is not stored; expected such as wine"),
-        ("<!-- value: toy/full hardware .3f --><!-- /value -->", "the format '.3f' does not fit"),
+        ("<!-- result: toy/full --><!-- output: results/toy.txt --><!-- /result -->", "holds another mark"),
+        ("1\n\n<!-- values\n1\n-->", "has the line '1'; expected NUMBER = MARK"),
+        ("1\n\n<!-- values\n1 = toy wine/plain/NLL\n-->", "expected value: NAME/FORM WHAT FORMAT"),
+        ("1\n\n<!-- values\n1 = toy/full wine/Kron/NLL\n-->", "Kron/NLL is not stored; expected such as wine"),
+        ("1\n\n<!-- values\n1 = toy/full hardware .3f\n-->", "the format '.3f' does not fit"),
         ("<!-- result: toy/full colour=red --><!-- /result -->", "options of scores="),
         ("<!-- result: toy/full methods=Kron --><!-- /result -->", "'Kron' is not in the table"),
         ("<!-- result: toy/full pivot=yes --><!-- /result -->", "has 2 scores; expected one"),
@@ -406,9 +415,31 @@ def test_a_table_of_printed_scores() -> None:
     ],
 )
 def test_mistakes_about_printed_output_are_named(mark: str, message: str) -> None:
-    kind = mark.partition(":")[0]
+    kind, _, text = mark.partition(": ")
+    page = f"1\n\n<!-- values\n1 = {text}\n-->" if kind == "value" else f"<!-- {mark} --><!-- /{kind} -->"
     with pytest.raises(LapwingError, match=message):
-        written(f"<!-- {mark} --><!-- /{kind} -->", SOURCES)
+        written(page, SOURCES)
+
+
+LISTED = "\n\n<!-- values\n1.5 = toy/full wine/plain/NLL .1f\n3 = toy/full wine/plain/seconds .0f\n-->\n"
+
+
+@pytest.mark.parametrize("block", ["- 1.5 in\n- 3 s.", "| 1.5 | 3 |", "3\n\n1.5, then 3; not 31.5, 1.53, -3 or 1.5.2"])
+def test_a_list_of_values_belongs_to_the_block_above(block: str) -> None:
+    assert written(block + LISTED, SOURCES) == block + LISTED
+
+
+@pytest.mark.parametrize(
+    "block", ["1.4 and 3", "1.5 and 3 and 3", "3 and 1.5", "1.5", "1.50 and 3", "-1.5 and 3", "1.5\n\n3"]
+)
+def test_numbers_that_are_not_those_of_the_list_are_named(block: str) -> None:
+    with pytest.raises(LapwingError, match="the block above has"):
+        written(block + LISTED, SOURCES)
+
+
+def test_values_are_written_in_the_block_and_in_the_list() -> None:
+    old = "9 of 7\n\n<!-- values\n9 = toy/full units\n7 = toy/full seconds .0f\n-->"
+    assert written(old, SOURCES) == old.replace("9", "2").replace("7", "3")
 
 
 def test_a_page_with_printed_output_is_checked(tmp_path: Path) -> None:
@@ -433,7 +464,7 @@ def test_an_open_region_of_printed_output_is_named() -> None:
 
 
 def test_code_is_left_alone() -> None:
-    text = "a\n```\n<!-- value: toy/full x -->\n```\nb"
+    text = "a\n```\n<!-- values\n1 = toy/full x\n-->\n```\nb"
     assert written(text, SOURCES) == text
 
 
@@ -443,13 +474,13 @@ def test_the_command_writes_and_checks(
     monkeypatch.chdir(tmp_path)
     save(stored(), result_path(tmp_path / "docs" / "results", "toy", "full"))
     page = tmp_path / "docs" / "page.md"
-    page.write_text("<!-- value: toy/full wine/plain/NLL .1f -->7.0<!-- /value -->\n", encoding="utf-8")
+    page.write_text("7.0\n\n<!-- values\n7.0 = toy/full wine/plain/NLL .1f\n-->\n", encoding="utf-8")
     assert main(["--docs", "--check"]) == 1
     assert "docs/page.md differ from the stored results" in capsys.readouterr().err
     assert main(["--docs"]) == 0
-    assert page.read_text(encoding="utf-8") == "<!-- value: toy/full wine/plain/NLL .1f -->1.5<!-- /value -->\n"
+    assert page.read_text(encoding="utf-8") == "1.5\n\n<!-- values\n1.5 = toy/full wine/plain/NLL .1f\n-->\n"
     assert main(["--docs", "--check"]) == 0
-    page.write_text("<!-- value: uci/full x -->7.0<!-- /value -->\n", encoding="utf-8")
+    page.write_text("7.0\n\n<!-- values\n7.0 = uci/full x\n-->\n", encoding="utf-8")
     assert main(["--docs", "--check"]) == 1
     assert "docs/page.md: docs/results/uci_full.json does not exist" in capsys.readouterr().err
 

@@ -103,7 +103,9 @@ NAVIGATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:
 ENTRIES = {
     name.rpartition(".")[2]
     for page in (SITE_DOCS / "reference").glob("*.md")
-    for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    for name in re.findall(
+        r"^(?:::: |    options: \{heading: )([^\s}]+)", page.read_text(encoding="utf-8"), re.MULTILINE
+    )
 }
 
 
