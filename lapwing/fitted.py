@@ -33,8 +33,7 @@ from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, Operator, refuse_reordered, refuse_unsteady
 from lapwing.tuners.base import MaximiseEvidence, Tuner, run_tuner
 from lapwing.tuners.offsets import with_findings, with_held_out
-from lapwing.values.gaussian import FunctionGaussian, differentiable_beliefs, isolate
-from lapwing.values.outputs import ChosenOutputs, Query, pixels
+from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, Query, differentiable_beliefs, isolate, pixels
 
 if TYPE_CHECKING:
     from lapwing.decisions.conformal import ConformalIntervals, ConformalSets

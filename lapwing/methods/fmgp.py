@@ -43,8 +43,7 @@ from lapwing.runtime.settings import (
 )
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, normal, uniform
 from lapwing.runtime.trace import TRACE, Step, Trace
-from lapwing.values.gaussian import Deferred, FunctionGaussian
-from lapwing.values.outputs import ChosenOutputs, Query
+from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, Query
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,8 +67,7 @@ from lapwing.runtime.settings import (
 from lapwing.runtime.threads import generator_or_default, normal, sequential_normal
 from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, refuse_reordered
-from lapwing.values.gaussian import FunctionGaussian
-from lapwing.values.outputs import ChosenOutputs, Query
+from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, Query
 
 ROWS = 256  # outputs that "linearised" solves for at once
 VECTORS = 24  # float64 vectors of P numbers that a solve holds for each of them

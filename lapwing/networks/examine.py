@@ -61,7 +61,7 @@ from lapwing.networks.pull import numbers_at_once
 from lapwing.networks.rules import Node, Use, output_numbers
 from lapwing.networks.selection import Selection, Weights, find_head
 from lapwing.runtime.memory import LargestResult
-from lapwing.values.outputs import ImageForm
+from lapwing.values.gaussian import ImageForm
 
 if TYPE_CHECKING:
     from lapwing.networks.network import Network

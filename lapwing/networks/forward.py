@@ -35,7 +35,7 @@ from lapwing.errors import DataError, InputError, ModelError
 from lapwing.networks.selection import Selection
 from lapwing.runtime.settings import Rule, describe, is_integer, nearest, refuse_other_arguments
 from lapwing.runtime.threads import LOCK, defer_interrupts, own_kernels, poll, unfused_attention, without_checkpoints
-from lapwing.values.outputs import DIMS, pixels
+from lapwing.values.gaussian import DIMS, pixels
 
 Path = tuple[str | int, ...]  # keys and positions, from the outside in
 

@@ -69,7 +69,7 @@ from lapwing.runtime.settings import (
     saved,
 )
 from lapwing.runtime.threads import math_attention
-from lapwing.values.outputs import DIMS, ChosenOutputs, ImageForm
+from lapwing.values.gaussian import DIMS, ChosenOutputs, ImageForm
 
 
 def trainable_names(model: nn.Module) -> tuple[str, ...]:

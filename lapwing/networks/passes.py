@@ -25,7 +25,7 @@ from lapwing.networks.pull import by_autograd, or_zero
 from lapwing.networks.selection import Selection
 from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.threads import FORWARD_MODE, math_attention, quiet
-from lapwing.values.outputs import ChosenOutputs
+from lapwing.values.gaussian import ChosenOutputs
 
 if TYPE_CHECKING:
     from lapwing.networks.network import Network

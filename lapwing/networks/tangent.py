@@ -51,7 +51,7 @@ from lapwing.networks.rules import Node, Regular, output_shape
 from lapwing.networks.selection import Selection, find_head, is_local
 from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.threads import math_attention, quiet
-from lapwing.values.outputs import ChosenOutputs
+from lapwing.values.gaussian import ChosenOutputs
 
 if TYPE_CHECKING:
     from lapwing.networks.network import Network

@@ -28,8 +28,7 @@ from lapwing.problem import Problem, Statistics
 from lapwing.runtime.settings import NONE, Latest, State, integer
 from lapwing.runtime.threads import derived_generator, normal
 from lapwing.runtime.trace import Trace
-from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, differentiable_beliefs
-from lapwing.values.outputs import Query
+from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, Query, differentiable_beliefs
 
 # Outputs of an input (classes times tokens) above which classes are predicted from drawn functions. Variances take a
 # backward pass for each output, 32 functions in pairs 33 forward passes, so that from some dozens of outputs on the

@@ -38,8 +38,7 @@ from lapwing.runtime.settings import (
 )
 from lapwing.runtime.threads import uniform
 from lapwing.runtime.trace import TRACE, Trace
-from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples, differentiable_beliefs
-from lapwing.values.outputs import Query
+from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples, Query, differentiable_beliefs
 
 Draws = Callable[[Posterior, int], Tensor]  # from a posterior and a number to so many draws
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped

@@ -40,8 +40,7 @@ from lapwing.runtime.settings import (
 )
 from lapwing.runtime.threads import derived_generator, normal_rows
 from lapwing.runtime.trace import TRACE, Trace
-from lapwing.values.gaussian import Deferred, FunctionGaussian
-from lapwing.values.outputs import Query
+from lapwing.values.gaussian import Deferred, FunctionGaussian, Query
 
 
 @saved

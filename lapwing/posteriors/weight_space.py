@@ -41,8 +41,7 @@ from lapwing.runtime.settings import (
 )
 from lapwing.runtime.threads import normal_rows
 from lapwing.runtime.trace import TRACE, Trace
-from lapwing.values.gaussian import Deferred, FunctionGaussian
-from lapwing.values.outputs import ChosenOutputs, Query
+from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, Query
 
 Sums = tuple[Curvature, Statistics, Estimate | None]
 

@@ -29,8 +29,7 @@ from lapwing.predictives.labels import AveragedClasses
 from lapwing.predictives.numbers import NumberDistribution
 from lapwing.predictives.scores import NumberScoring
 from lapwing.runtime.settings import on_device, rebuild
-from lapwing.values.gaussian import Deferred, FunctionGaussian
-from lapwing.values.outputs import ImageForm
+from lapwing.values.gaussian import Deferred, FunctionGaussian, ImageForm
 
 P = TypeVar("P", bound=Predictive)
 T = TypeVar("T")

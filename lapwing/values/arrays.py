@@ -17,7 +17,7 @@ from lapwing.errors import DataError
 from lapwing.runtime.memory import even_chunks
 from lapwing.runtime.settings import INTEGER, Rule, describe
 from lapwing.runtime.threads import uniform
-from lapwing.values.outputs import pixels
+from lapwing.values.gaussian import pixels
 
 
 class NumpyArray(Protocol):

@@ -22,7 +22,7 @@ from lapwing.networks.forward import path_of, pick_output
 from lapwing.networks.jacobians import Footprint
 from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
-from lapwing.values.outputs import ImageForm
+from lapwing.values.gaussian import ImageForm
 from tests.cases import Wrapped
 from tests.references import dense
 from tests.tolerances import assert_close

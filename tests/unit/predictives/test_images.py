@@ -13,8 +13,7 @@ from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.predictives.numbers import NormalPredictive
 from lapwing.predictives.views import ClassView, LabelView, NumberView, as_images, same_form
-from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples
-from lapwing.values.outputs import ImageForm
+from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples, ImageForm
 from tests.tolerances import assert_close
 
 FORM = ImageForm((2, 5))

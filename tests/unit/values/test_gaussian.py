@@ -11,8 +11,15 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.errors import DataError, NumericalError, UnsupportedError
-from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples, psd_root
-from lapwing.values.outputs import ChosenOutputs, ImageForm, pixels
+from lapwing.values.gaussian import (
+    ChosenOutputs,
+    Deferred,
+    FunctionGaussian,
+    FunctionSamples,
+    ImageForm,
+    pixels,
+    psd_root,
+)
 from tests.tolerances import SOLVED, assert_close, assert_within
 
 # The Gaussian belief about outputs.
