@@ -42,13 +42,21 @@ def fitted(model: nn.Module, data: Any, method: str, likelihood: Any = "classifi
     return lw.fit(model, data, likelihood, method=small_method(method, model), prior=1e3)
 
 
-def refused(error: type, message: str, data: Any, likelihood: Any, method: str, model: nn.Module | None = None) -> None:
+def refused(
+    error: type,
+    message: str,
+    data: Any,
+    likelihood: Any,
+    method: str,
+    model: nn.Module | None = None,
+    prior: Any = None,
+) -> None:
     """Check the error, its message, and that the model is bit for bit unchanged."""
     model = net() if model is None else model
 
     def run() -> None:
         with pytest.raises(error, match=message) as caught:
-            lw.fit(model, data, likelihood, method=small_method(method, model))
+            lw.fit(model, data, likelihood, method=small_method(method, model), prior=prior)
         assert isinstance(caught.value, lw.LapwingError)
 
     problems.unchanged(model, run)
@@ -140,8 +148,7 @@ def test_weights_that_are_not_finite(method: str) -> None:
     model = net()
     model[3].weight.data[0, 0] = math.nan
     message = r"outputs of (the network|a \w+): \d+ of 21 entries are NaN or infinite"
-
-    with pytest.raises(lw.errors.DataError, match=message):
+    with pytest.raises(lw.errors.DataError, match=message):  # NaN is not equal to itself, so no comparison of weights
         lw.fit(model, [(X, Y)], "classification", method=small_method(method, model))
 
 
@@ -217,11 +224,6 @@ def test_a_later_batch_with_another_number_of_targets(extra: int, method: str) -
     refused(lw.errors.DataError, r"\d.*; expected|expected one target", data, "classification", method)
 
 
-def test_a_later_batch_out_of_range(method: str) -> None:
-    data = [(X[:4], Y[:4]), (X[4:], torch.full((3,), 9))]
-    refused(lw.errors.DataError, r"run from \d to 9; expected 0\.\.2", data, "classification", method)
-
-
 def test_batches_that_are_not_pairs(method: str) -> None:
     refused(
         lw.errors.DataError,
@@ -247,16 +249,11 @@ LATER = {
 }
 
 
-def test_a_later_batch_that_is_wrong_with_a_given_prior(method: str) -> None:
-    """Without a prior to learn beforehand, it is the method itself that meets the batch."""
-    model = net()
-
-    def run() -> None:
-        for batch, message in LATER.values():
-            with pytest.raises(lw.errors.DataError, match=message):
-                lw.fit(model, [(X, Y), batch], "classification", method=small_method(method, model), prior=1e3)
-
-    problems.unchanged(model, run)
+@pytest.mark.parametrize("prior", [None, 1e3])
+def test_a_later_batch_that_is_wrong(prior: float | None, method: str) -> None:
+    """With a given prior, which nothing learns beforehand, it is the method itself that meets the batch."""
+    for batch, message in LATER.values():
+        refused(lw.errors.DataError, message, [(X, Y), batch], "classification", method, prior=prior)
 
 
 def test_predictions_check_their_inputs(method: str) -> None:
@@ -266,10 +263,6 @@ def test_predictions_check_their_inputs(method: str) -> None:
     def run() -> None:
         for joint in (False, True):
             assert bool(torch.isfinite(posterior.functions(X[:2], joint=joint).cov).all())
-            with pytest.raises(
-                lw.errors.DataError, match="inputs: 1 of 28 entries are NaN or infinite; expected finite"
-            ):
-                posterior.functions(spoiled(X, math.nan), joint=joint)
             with pytest.raises(lw.errors.DataError, match="the batch is empty"):
                 posterior.functions(X[:0], joint=joint)
 
@@ -288,38 +281,24 @@ def test_a_precision_that_is_not_positive_definite(dtype: torch.dtype, prior: An
     """The Hessian away from an optimum: the error names the layer and the smallest eigenvalue."""
     case = BY_NAME["mlp"]
     model, data = case.build(dtype), problems.batches(case, dtype=dtype)
-    inputs = case.batch(3, dtype)
+    fit = lambda prior: lw.fit(model, data, "classification", method=lw.Full(curvature="hessian"), prior=prior)
 
     def run() -> None:
-        with pytest.raises(
-            lw.errors.NumericalError, match=r"0\.weight.*not positive definite.*eigenvalue is -\d.*expected above"
-        ):
-            lw.fit(model, data, "classification", method=lw.Full(curvature="hessian"), prior=prior).functions(inputs)
+        # learning the prior, which is None, meets it too
+        for ask in (lambda: fit(prior).functions(case.batch(3, dtype)), lambda: fit(prior).log_evidence(),
+                    lambda: fit(None)):  # fmt: skip
+            with pytest.raises(
+                lw.errors.NumericalError, match=r"0\.weight.*not positive definite.*eigenvalue is -\d.*expected above"
+            ):
+                ask()
 
     problems.unchanged(model, run)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_an_evidence_of_a_precision_that_is_not_positive_definite(dtype: torch.dtype) -> None:
-    case = BY_NAME["mlp"]
-    model, data = case.build(dtype), problems.batches(case, dtype=dtype)
-    method = lw.Full(curvature="hessian")
-    message = r"0\.weight.*not positive definite.*eigenvalue is -\d"
-    with pytest.raises(lw.errors.NumericalError, match=message):
-        lw.fit(model, data, "classification", method=method, prior=1e-3).log_evidence()
-    with pytest.raises(lw.errors.NumericalError, match=message):
-        lw.fit(model, data, "classification", method=method)  # learning the prior meets it too
 
 
 def test_priors_that_are_not_positive(method: str) -> None:
-    model = net()
-
-    def run() -> None:
-        for precision in (0.0, -1.0, math.nan, math.inf):
-            with pytest.raises(lw.errors.NumericalError, match="expected positive, finite numbers"):
-                lw.fit(model, [(X, Y)], "classification", method=small_method(method, model), prior=precision)
-
-    problems.unchanged(model, run)
+    for prior in (0.0, -1.0, math.nan, math.inf):
+        message = "expected positive, finite numbers"
+        refused(lw.errors.NumericalError, message, [(X, Y)], "classification", method, prior=prior)
 
 
 def test_every_error_is_one_kind() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -294,21 +294,6 @@ def test_every_call_leaves_the_model_bit_identical_and_keeps_no_graph(case: str)
         problems.assert_unchanged(before, model)
     assert not {*LAWFUL, *VARIANTS} & set(refused)
     assert torch.equal(torch.get_rng_state(), random)
-
-
-SETTINGS = [
-    (name, field.name)
-    for name, kind in METHODS.items()
-    for field in fields(kind)
-    if field.init and field.repr and (field.default is not MISSING or field.default_factory is not MISSING)
-]
-
-
-@pytest.mark.parametrize(("name", "setting"), SETTINGS)
-def test_a_setting_that_makes_no_sense_is_refused(name: str, setting: str) -> None:
-    """When the method is made; data and networks, which are not part of its repr, are checked in the fit."""
-    with pytest.raises(lw.errors.UnsupportedError, match=rf"{setting} is .*nonsense.*; expected"):
-        METHODS[name](**{setting: "nonsense"})
 
 
 def test_beliefs_are_differentiable_in_the_inputs_or_refuse(name: str) -> None:
