@@ -41,8 +41,7 @@ def banana(x: Tensor) -> Tensor:
     return -0.5 * x[0].square() - 2 * (x[1] - 0.5 * x[0].square()).square() * (1 + 0.3 * torch.tanh(x[0]))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("away", [0.0, 1.0, 1e3])
+@pytest.mark.parametrize(("size", "away"), [(1, 1e3), (2, 0.0), (3, 1.0)])
 def test_a_gaussian_is_itself(size: int, away: float) -> None:
     log_density, mean, covariance, normaliser = gaussian(size)
     approximation = laplace_density(log_density, mean + away)
@@ -104,24 +103,6 @@ def test_a_sheared_gaussian_keeps_its_integral() -> None:
     assert approximation.log_normaliser.item() == pytest.approx(on_a_grid(sheared, reach=40, count=1601), abs=1e-10)
 
 
-def test_the_error_falls_with_the_data() -> None:
-    """n observations: the log density grows n-fold and the error of the integral falls as 1/n."""
-    errors = []
-    for n in (10, 20, 40):
-        approximation = laplace_density(gamma(2.0 * n, rate=n), [0.0])
-        exact = special.gammaln(2.0 * n) - 2 * n * math.log(n)
-        errors.append(exact - approximation.log_normaliser.item())
-    assert errors[0] / errors[1] == pytest.approx(2, rel=0.01)
-    assert errors[1] / errors[2] == pytest.approx(2, rel=0.01)
-
-
-def test_a_constant_moves_the_normaliser_alone() -> None:
-    plain, raised = laplace_density(banana, [1.0, 1.0]), laplace_density(lambda x: banana(x) - 700.0, [1.0, 1.0])
-    assert_close(raised.mean, plain.mean)
-    assert_close(raised.covariance, plain.covariance)
-    assert_close(raised.log_normaliser, plain.log_normaliser - 700.0)
-
-
 def skewed(x: Tensor) -> Tensor:
     """Three coupled variables, with a mode where nothing is symmetric."""
     return 4 * x.sum() - (x @ ROOT.to(x)).exp().sum() - 0.1 * (x - 1).pow(4).sum()
@@ -144,14 +125,6 @@ def test_linear_coordinates_do_not_matter(scale: tuple[float, ...]) -> None:
     assert_close(matrix @ other.mean, plain.mean)
     assert_close(matrix @ other.covariance @ matrix.mT, plain.covariance)
     assert_close(other.log_normaliser, plain.log_normaliser - torch.linalg.slogdet(matrix).logabsdet)
-
-
-def test_the_result_does_not_depend_on_the_start() -> None:
-    found = [laplace_density(skewed, start) for start in ([0.0, 0.0, 0.0], [-3.0, 1.0, -2.0], [1.0, 0.5, 1.5])]
-    for other in found[1:]:
-        assert_close(other.mean, found[0].mean)
-        assert_close(other.covariance, found[0].covariance)
-        assert_close(other.log_normaliser, found[0].log_normaliser)
 
 
 def test_of_two_modes_the_near_one() -> None:
@@ -200,17 +173,13 @@ def test_results_carry_no_gradient_and_work_in_any_mode() -> None:
 
 BAD_INPUT: dict[str, tuple[Callable[[Tensor], object], object, str]] = {
     "start not finite": (banana, [0.0, math.nan], "start is .*nan.*; expected finite"),
-    "start infinite": (banana, [0.0, math.inf], "start is .*inf.*; expected finite"),
     "start a matrix": (banana, torch.zeros(2, 2), r"shape \(2, 2\); expected \(D,\)"),
-    "start a number": (banana, torch.tensor(1.0), r"shape \(\); expected \(D,\)"),
     "start empty": (banana, torch.zeros(0), r"shape \(0,\); expected \(D,\)"),
     "no density at the start": (lambda x: x.log().sum(), [-1.0], "log density is nan at .*; expected a finite"),
     "outside at the start": (lambda x: -math.inf, [-1.0], "log density is -inf at .*; expected a finite"),
-    "infinite at the start": (lambda x: 1 / x, [0.0], "log density is inf at .*; expected a finite"),
     "several numbers": (lambda x: x, [1.0, 2.0], r"shape \(2,\); expected a tensor with one number"),
     "no number": (lambda x: None, [1.0], "a NoneType; expected a tensor with one number"),
     "constant": (lambda x: 1.0, [1.0], "does not depend on its argument through autograd"),
-    "detached": (lambda x: -x.detach().square().sum(), [1.0], "does not depend on its argument through autograd"),
     "float32": (lambda x: -x.float().square().sum(), [1.0], "torch.float32; expected torch.float64"),
 }
 
@@ -224,14 +193,10 @@ def test_bad_input_is_refused(case: str) -> None:
 
 NO_MODE: dict[str, tuple[Callable[[Tensor], Tensor], list[float], str]] = {
     "saddle": (lambda x: x[0] * x[1], [0.0, 0.0], "smallest eigenvalue is -1 at"),
-    "minimum": (lambda x: x.square().sum(), [0.0, 0.0], "smallest eigenvalue is -2 at"),
-    "between two modes": (lambda x: -(x.square() - 1).square().sum(), [0.0], "smallest eigenvalue is -4 at"),
     "flat everywhere": (lambda x: 0 * x.sum(), [1.0, 2.0], "smallest eigenvalue is 0 at"),
     "flat in one direction": (lambda x: -(x.sum() - 1).square(), [1.0, 2.0], "smallest eigenvalue is .*e-|is 0 at"),
     "flat at the mode": (lambda x: -x.pow(4).sum(), [1.3], "still changes with every step"),
-    "flat at the mode, cubic": (lambda x: -x.abs().pow(3).sum(), [1.3], "still changes with every step"),
     "no maximum": (lambda x: -x.sum(), [1.3], "after 100 steps .* gradient has the length 1 "),
-    "steeper and steeper": (lambda x: x.square().sum(), [1.0], "after 100 steps .* gradient has the length"),
     "boundary": (lambda x: torch.where(x > 0, -x, -math.inf).sum(), [1.3], "no mode was reached: .* at a boundary"),
     "kink": (lambda x: -(x - 1 / 3).abs().sum(), [1.0], "no mode was reached: .* gradient has the length 1 "),
     "no derivative": (lambda x: -x.sqrt().sum(), [0.0], "derivatives there are not finite"),
@@ -250,15 +215,10 @@ def test_too_few_steps_are_refused_with_what_is_left() -> None:
         laplace_density(gamma(3.0), [6.0], max_steps=2)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 1)])
-def test_points_of_another_size_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(lw.errors.DataError, match=r"expected \(\.\.\., 2\)"):
-        laplace_density(banana, [1.0, 1.0]).log_prob(torch.zeros(shape))
-
-
-def test_no_samples_are_refused() -> None:
+def test_points_of_another_size_and_no_samples_are_refused() -> None:
     approximation: DensityLaplace = laplace_density(banana, [1.0, 1.0])
+    for shape in ((), (3,), (2, 1)):
+        with pytest.raises(lw.errors.DataError, match=r"expected \(\.\.\., 2\)"):
+            approximation.log_prob(torch.zeros(shape))
     with pytest.raises(lw.errors.UnsupportedError, match="n is 0; expected an integer of at least 1"):
         approximation.sample(0)
-    with pytest.raises(lw.errors.UnsupportedError, match=r"n is 2.5; expected an integer"):
-        approximation.sample(2.5)  # type: ignore[arg-type]
