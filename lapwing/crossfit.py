@@ -34,14 +34,13 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.base import Method, OverNetworks
 from lapwing.networks.forward import arithmetic_of, extract_network, outside_autocast
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.base import Posterior, Trace
 from lapwing.posteriors.mixture import MixturePosterior, NetworksPosterior
 from lapwing.priors import Prior
 from lapwing.registry import Auto, find_method
 from lapwing.runtime.memory import chunks
 from lapwing.runtime.settings import FUNCTION, NONE, PATH, PROBABILITY, Rule, integer, is_real, refuse_other_arguments
 from lapwing.runtime.threads import should_show_progress, with_inner_progress
-from lapwing.runtime.trace import Trace
 from lapwing.tuners.grid import CellGrid, counted_scores
 from lapwing.tuners.mixing import (
     TEMPERATURES,

@@ -99,10 +99,10 @@ class DivergedError(NumericalError):
 
     Args:
         message: What happened and what to do.
-        trace: Every step of the tuner, a ``lapwing.runtime.trace.Trace``; the last three are added to the message.
+        trace: Every step of the tuner, a ``lapwing.posteriors.base.Trace``; the last three are added to the message.
         posterior: The posterior at the last good step, to continue with.
 
-    >>> from lapwing.runtime.trace import Step, Trace
+    >>> from lapwing.posteriors.base import Step, Trace
     >>> print(DivergedError("No optimum.", Trace("Ascend", steps=(Step(-3.0, (1e13,)),)), posterior=None))
     No optimum. The last steps were: -3 at precision 1e+13.
     """

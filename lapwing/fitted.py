@@ -22,14 +22,13 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional
-from lapwing.posteriors.base import SAMPLES_RULE, SUM, EffectiveParameters, Posterior, effective_parameters
+from lapwing.posteriors.base import SAMPLES_RULE, SUM, EffectiveParameters, Posterior, Trace, effective_parameters
 from lapwing.predictives.base import Predictive
 from lapwing.predictives.views import as_images, concat_batches, concat_beliefs, concat_processes
 from lapwing.priors import BoundPrior, Prior
 from lapwing.registry import prior_for
 from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PATH, Rule, integer, on_device, usable_device
 from lapwing.runtime.threads import should_show_progress
-from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, Operator, refuse_reordered, refuse_unsteady
 from lapwing.tuners.base import MaximiseEvidence, Tuner, run_tuner
 from lapwing.tuners.offsets import with_findings, with_held_out

@@ -13,10 +13,10 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.krylov import block_conjugate_gradients
 from lapwing.linalg.operators import Design, OperatorDesign, Solution, back_product, forward_product, gram_product
 from lapwing.linalg.ridge import Frame, Regression, Ridge, check_settings, relative_variances
+from lapwing.posteriors.base import NOT_CONVERGED, Step, Trace
 from lapwing.predictives.numbers import NormalPredictive
 from lapwing.runtime.settings import FLAG, GENERATOR, integer
 from lapwing.runtime.threads import generator_or_default
-from lapwing.runtime.trace import NOT_CONVERGED, Step, Trace
 from lapwing.values.gaussian import FunctionGaussian
 
 __all__ = ["LinearPosterior", "OperatorDesign", "fit"]

@@ -20,9 +20,8 @@ from torch import Tensor
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.metrics import RiskCoverage, calibration, coverage
 from lapwing.metrics import risk_coverage as selective_risk
-from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.base import Posterior, Trace
 from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, describe, integer
-from lapwing.runtime.trace import Trace
 from lapwing.values.arrays import Values, numbers, vectors
 
 if TYPE_CHECKING:

@@ -19,12 +19,11 @@ from lapwing.linalg.krylov import RandomisedEigenpairs, random_signs
 from lapwing.linalg.operators import Solution
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.base import Tunable
+from lapwing.posteriors.base import Trace, Tunable
 from lapwing.priors import FilterGP, Prior
 from lapwing.runtime.memory import budget, concat_chunks, refuse_large_result
 from lapwing.runtime.settings import GENERATOR, NUMBER, Rule, describe, integer, one_of
 from lapwing.runtime.threads import independent_generator, with_inner_progress
-from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import Ascend, MaximiseEvidence, Tuner, check_tuner, run_tuner
 
 RANGE = (1e-14, 1e3)  # of variances in a search, in units of the variance that explains y - A h(mean) by itself

@@ -22,7 +22,7 @@ from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Worklo
 from lapwing.networks.network import Network
 from lapwing.networks.passes import is_single_map, last_features
 from lapwing.networks.selection import last_layer
-from lapwing.posteriors.base import ALL, Posterior
+from lapwing.posteriors.base import ALL, TRACE, Posterior, Step, Trace
 from lapwing.problem import STATISTICS, Problem, Statistics, sample_count, total_loss
 from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.settings import (
@@ -42,7 +42,6 @@ from lapwing.runtime.settings import (
     setting,
 )
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, normal, uniform
-from lapwing.runtime.trace import TRACE, Step, Trace
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, Query
 
 

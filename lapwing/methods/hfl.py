@@ -39,7 +39,7 @@ from lapwing.methods.hfl_response import (
 from lapwing.networks.forward import outside_inference
 from lapwing.networks.passes import Functional, output_slope, scalar, weight_slope
 from lapwing.networks.tangent import LayerJacobians
-from lapwing.posteriors.base import ALL, Posterior
+from lapwing.posteriors.base import ALL, Posterior, Trace
 from lapwing.posteriors.weight_space import Linearised, jacobian_pieces, outputs_in_pieces
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 from lapwing.runtime.memory import PIECE, chunks, concat_chunks
@@ -65,7 +65,6 @@ from lapwing.runtime.settings import (
     stored,
 )
 from lapwing.runtime.threads import generator_or_default, normal, sequential_normal
-from lapwing.runtime.trace import Trace
 from lapwing.tangent import NetworkDesign, refuse_reordered
 from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, Query
 

@@ -36,13 +36,13 @@ from lapwing.linalg.stochastic import Inducing
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.networks.tangent import LayerJacobians
+from lapwing.posteriors.base import Step, Trace
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import BoundPrior, Isotropic, prior_kernel
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.memory import batch_size_for, budget, concat_chunks
 from lapwing.runtime.settings import Array, Maybe, PartOf, Samples, State, Stored, saved, semidefinite, stored
 from lapwing.runtime.threads import uniform
-from lapwing.runtime.trace import Step, Trace
 
 TOO_WIDE = 1.1  # ratio of standard deviations from which missing points are a finding
 

@@ -25,13 +25,13 @@ from lapwing.linalg.stochastic import Inducing
 from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload, with_validation
 from lapwing.methods.inducing_points import STARTS, InducingPoints, Placement, whitened_rows
 from lapwing.networks.tangent import LayerJacobians
+from lapwing.posteriors.base import Step, Trace
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import prior_kernel, starting_precisions
 from lapwing.problem import Problem, summed_loss
 from lapwing.runtime.memory import PIECE, budget, chunks
 from lapwing.runtime.settings import NONE, POSITIVE, Rule, integer, is_real, one_of, setting
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, numbered_generator
-from lapwing.runtime.trace import Step, Trace
 from lapwing.values.gaussian import FunctionGaussian
 
 TRIAL = 5  # steps that are timed

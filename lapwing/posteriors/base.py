@@ -1,4 +1,4 @@
-"""The contract of posteriors, their predictions from drawn functions, and how many weights the data decide.
+"""The contract of posteriors, the record of their tuners, predictions from drawn functions, effective parameters.
 
 Draws are numbered, and each number is the same draw at every call: predictions do not depend on how inputs are split
 into batches, and equal calls give equal numbers.
@@ -6,8 +6,9 @@ into batches, and equal calls give equal numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
@@ -25,9 +26,21 @@ from lapwing.networks.passes import Functional, outputs_along
 from lapwing.networks.tangent import LayerJacobians
 from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
 from lapwing.problem import Problem, Statistics
-from lapwing.runtime.settings import NONE, Latest, State, integer
+from lapwing.runtime.settings import (
+    NONE,
+    UNLIMITED,
+    Later,
+    Latest,
+    ListOf,
+    MapOf,
+    Maybe,
+    Real,
+    Record,
+    State,
+    Text,
+    integer,
+)
 from lapwing.runtime.threads import derived_generator, normal
-from lapwing.runtime.trace import Trace
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, Query, differentiable_beliefs
 
 # Outputs of an input (classes times tokens) above which classes are predicted from drawn functions. Variances take a
@@ -38,6 +51,7 @@ MANY = 256
 SAMPLES = 32  # functions of a prediction, over all beliefs of a mixture
 COPIES = 3  # of the functions at some inputs: as they are computed, as they are, and what each adds to a sum
 LEAST = 2  # pairs of a belief, so that their spread gives a standard error
+NOT_CONVERGED = 1e-2  # log-step above which a tuner has not converged
 SAMPLES_RULE = integer(0) | NONE
 
 Kept = Latest[tuple[range, ...], list[Tensor]]
@@ -46,6 +60,77 @@ SUM = "sum over the data that others can be added to, as Full, Diagonal, Kron an
 
 T = TypeVar("T", bound="Tunable")
 P = TypeVar("P", bound="Posterior")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One evaluation of a tuner. ``score`` is the log evidence, or a held-out metric.
+
+    >>> print(Step(-12.5, (0.5,), gamma=3.0))
+    -12.5 at precision 0.5, gamma 3
+    """
+
+    score: float
+    precisions: tuple[float, ...]
+    noise: tuple[float, ...] = ()  # noise variances, if they are learned
+    gamma: float | None = None
+    error: float | None = None  # standard error of gamma, if it is an estimate
+
+    def __str__(self) -> str:
+        precisions = ", ".join(f"{p:.3g}" for p in self.precisions[:4]) + (", ..." if len(self.precisions) > 4 else "")
+        noise = f", noise {', '.join(f'{n:.3g}' for n in self.noise[:4])}" if self.noise else ""
+        gamma = "" if self.gamma is None else f", gamma {self.gamma:.4g}"
+        gamma += "" if self.error is None else f" ± {self.error:.2g}"
+        return f"{self.score:.6g} at precision {precisions}{noise}{gamma}"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The steps of a tuner in order. ``findings`` are remarks for the reader, in words."""
+
+    tuner: str
+    score: str = "log evidence"
+    steps: tuple[Step, ...] = ()
+    findings: tuple[str, ...] = ()
+    scores: Mapping[str, float] = field(default_factory=dict)  # NLL of the alternatives that were compared, by name
+    scored_on: str = ""  # "training", "validation" (cross-validated) or "out-of-fold" data
+    verdict: str = ""  # how the result compares with the alternatives, in a sentence
+
+    @property
+    def comparison(self) -> str:
+        """The scores of the alternatives in words.
+
+        >>> Trace("Integrate", scores={"plain network": 1.25, "mixture": 0.5}, scored_on="validation").comparison
+        'cross-validated NLL on validation data: plain network 1.25, mixture 0.5'
+        """
+        scores = ", ".join(f"{name} {score:.4g}" for name, score in self.scores.items())
+        how = "cross-validated " if self.scored_on == "validation" else ""
+        return f"{how}NLL on {self.scored_on} data: {scores}"
+
+    def after(self, earlier: Trace | None) -> Trace:
+        """Return this trace with the findings of an earlier one before its own.
+
+        >>> Trace("Budget", findings=("guarded",)).after(Trace("SampleEM", findings=("few samples",))).findings
+        ('few samples', 'guarded')
+        """
+        return self if earlier is None else replace(self, findings=(*earlier.findings, *self.findings))
+
+    def __str__(self) -> str:
+        lines = [f"{self.tuner}: {self.score}", *(f"{i:4d}  {step}" for i, step in enumerate(self.steps))]
+        lines += [f"{score:10.4f}  {name}" for name, score in self.scores.items()]
+        return "\n".join([*lines, *self.findings])
+
+
+_NUMBERS = ListOf(Real(0, math.inf))
+_STEP = Record(
+    Step, score=UNLIMITED, precisions=_NUMBERS, noise=_NUMBERS, gamma=Maybe(UNLIMITED), error=Maybe(Real(0, math.inf))
+)
+TRACE = Maybe(  # what a file may hold
+    Record(
+        Trace, tuner=Text(), score=Text(), steps=ListOf(_STEP), findings=ListOf(Text()), scores=MapOf(UNLIMITED),
+        scored_on=Text(("", "training", "validation", "out-of-fold")), verdict=Later(Text()),
+    )
+)  # fmt: skip
 
 
 class Tunable:

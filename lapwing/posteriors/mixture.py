@@ -17,7 +17,7 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional, outputs_along
-from lapwing.posteriors.base import ALL, SUM, Posterior, draw_numbers, predict_from_draws
+from lapwing.posteriors.base import ALL, SUM, TRACE, Posterior, Trace, draw_numbers, predict_from_draws
 from lapwing.posteriors.weight_space import beliefs_at, with_update_remark
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.settings import (
@@ -37,7 +37,6 @@ from lapwing.runtime.settings import (
     saved,
 )
 from lapwing.runtime.threads import uniform
-from lapwing.runtime.trace import TRACE, Trace
 from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples, Query, differentiable_beliefs
 
 Draws = Callable[[Posterior, int], Tensor]  # from a posterior and a number to so many draws

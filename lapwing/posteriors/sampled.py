@@ -19,7 +19,7 @@ from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional, is_single_map, last_features, outputs_along, weight_slope
 from lapwing.networks.tangent import LayerJacobians
-from lapwing.posteriors.base import ALL, Posterior
+from lapwing.posteriors.base import ALL, TRACE, Posterior, Trace
 from lapwing.posteriors.weight_space import Linearised, Mode
 from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
@@ -39,7 +39,6 @@ from lapwing.runtime.settings import (
     stored,
 )
 from lapwing.runtime.threads import derived_generator, normal_rows
-from lapwing.runtime.trace import TRACE, Trace
 from lapwing.values.gaussian import Deferred, FunctionGaussian, Query
 
 

@@ -20,7 +20,7 @@ from lapwing.networks.jacobians import temporary_bytes
 from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional, outputs_along, weight_slope
 from lapwing.networks.tangent import LayerJacobians, Tangent
-from lapwing.posteriors.base import ALL, Posterior, numbered_normals
+from lapwing.posteriors.base import ALL, TRACE, Posterior, Trace, numbered_normals
 from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
 from lapwing.runtime.memory import PIECE, budget, concat_chunks, even_chunks
@@ -40,7 +40,6 @@ from lapwing.runtime.settings import (
     stored_fields,
 )
 from lapwing.runtime.threads import normal_rows
-from lapwing.runtime.trace import TRACE, Trace
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, Query
 
 Sums = tuple[Curvature, Statistics, Estimate | None]

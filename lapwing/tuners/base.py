@@ -20,7 +20,7 @@ from lapwing.errors import DataError, DivergedError, UnsupportedError
 from lapwing.linalg.dense import cholesky
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Posterior, Tunable
+from lapwing.posteriors.base import Posterior, Step, Trace, Tunable
 from lapwing.priors import prior_kernel, starting_precisions
 from lapwing.problem import Problem
 from lapwing.runtime.settings import (
@@ -36,7 +36,6 @@ from lapwing.runtime.settings import (
     is_data,
     setting,
 )
-from lapwing.runtime.trace import Step, Trace
 
 P = TypeVar("P", bound=Tunable)
 Q = TypeVar("Q", bound=Posterior)

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from lapwing.data.batches import Data
 from lapwing.errors import DivergedError, UnsupportedError
-from lapwing.posteriors.base import Posterior, effective_parameters
+from lapwing.posteriors.base import NOT_CONVERGED, Posterior, Step, Trace, effective_parameters
 from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.problem import Problem
 from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, integer, one_of, setting
-from lapwing.runtime.trace import NOT_CONVERGED, Step, Trace
 from lapwing.tangent import tangent_model
 from lapwing.tuners.base import Search, TunerWithSettings, in_range
 from lapwing.tuners.linear_mode import ModeSolver

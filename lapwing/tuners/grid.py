@@ -17,14 +17,13 @@ from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.jacobians import temporary_bytes
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Kept, Posterior, draw_beliefs, pieces, prefers_draws
+from lapwing.posteriors.base import Kept, Posterior, Step, Trace, draw_beliefs, pieces, prefers_draws
 from lapwing.posteriors.mixture import Belief, Cell, member
 from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.predictives.base import Predictive
 from lapwing.problem import Problem, check_named_targets, first_samples
 from lapwing.runtime.memory import chunks
 from lapwing.runtime.settings import DATA, POSITIVE_VALUES, Rule, integer, required, setting
-from lapwing.runtime.trace import Step, Trace
 from lapwing.tuners.base import TunerWithSettings
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 

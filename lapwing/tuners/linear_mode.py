@@ -16,12 +16,11 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.krylov import conjugate_gradients
 from lapwing.linalg.operators import Product
 from lapwing.methods.base import METHOD, Method
-from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.base import Posterior, Step, Trace
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors import group_starting_precisions
 from lapwing.problem import Problem
 from lapwing.runtime.settings import DATA, NONE, POSITIVE, integer, one_of, setting
-from lapwing.runtime.trace import Step, Trace
 from lapwing.tangent import TangentModel, tangent_model
 from lapwing.tuners.base import LARGEST_SLOPE, Search, TunerWithSettings, minimise
 

@@ -14,7 +14,7 @@ from lapwing.data.batches import Data
 from lapwing.data.processes import ALONE, Processes
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import Likelihood, expand_weights
-from lapwing.posteriors.base import Posterior
+from lapwing.posteriors.base import Posterior, Trace
 from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior
 from lapwing.predictives.base import log_density
 from lapwing.problem import check_targets
@@ -29,7 +29,6 @@ from lapwing.runtime.settings import (
     required,
     setting,
 )
-from lapwing.runtime.trace import Trace
 from lapwing.tuners.base import TunerWithSettings
 from lapwing.tuners.grid import FEW_POINTS, CellGrid, counted_scores, mean_score
 from lapwing.tuners.offsets import (

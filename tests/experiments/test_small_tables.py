@@ -42,7 +42,7 @@ from experiments.uci import read_split
 from lapwing.demo.result import Result, Row, table
 from lapwing.demo.training import SplitTable, TrainingSettings
 from lapwing.errors import DataError, DivergedError, LapwingError, NumericalError
-from lapwing.runtime.trace import Trace
+from lapwing.posteriors.base import Trace
 from tests.references import dense
 from tests.tolerances import assert_near
 

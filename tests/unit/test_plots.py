@@ -24,9 +24,8 @@ from lapwing.plots import (
     shorten,
     wilson,
 )
-from lapwing.posteriors.base import EffectiveParameters
+from lapwing.posteriors.base import EffectiveParameters, Step, Trace
 from lapwing.predictives.numbers import NormalPredictive
-from lapwing.runtime.trace import Step, Trace
 from lapwing.values.gaussian import FunctionGaussian
 
 # The numbers behind pictures, against their definitions.

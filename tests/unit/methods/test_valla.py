@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.methods import valla as module
 from lapwing.methods.valla import COARSE, FINE, Validation
+from lapwing.posteriors.base import Step
 from lapwing.priors import PerLayer
-from lapwing.runtime.trace import Step
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense, inducing

@@ -15,9 +15,9 @@ from torch import distributions as d
 import lapwing as lw
 from lapwing import errors, recipes
 from lapwing.api import Trained
+from lapwing.posteriors.base import Trace
 from lapwing.priors import PerLayer
 from lapwing.runtime.threads import ProgressBar
-from lapwing.runtime.trace import Trace
 from lapwing.training import TrainingState
 from tests import problems
 from tests.attack.damage import Contents
