@@ -195,7 +195,7 @@ def by_swag(
     positions = positions_of(model, candidates.selection)
     number_to_choose(n, len(positions))  # refuse before the training
     settings = replace(swag or SWAG(), rank=2)  # deviations are not used
-    variances = settings.collect(problem, batches)[0].variance
+    variances = settings.collect(problem, batches).variance
     return choose_largest(variances[positions.to(variances.device)], positions, n)
 
 

@@ -266,11 +266,11 @@ class SubspacePrecision(Precision):
 
 @saved
 @dataclass(frozen=True, eq=False)
-class SubspaceCurvature(Curvature):
+class SubspaceCurvature(Stored, Curvature):
     """Curvature restricted to K directions D (K, P); ``gram`` is D H Dᵀ at unit dispersion, (K, K)."""
 
-    directions: Tensor
-    gram: Tensor
+    directions: Tensor = stored(Array(("K", "P")))
+    gram: Tensor = stored(Array(("K", "K"), also=semidefinite))
     selection: Selection
 
     def precision(self, phi: Tensor, prior: BoundPrior) -> SubspacePrecision:
@@ -303,14 +303,6 @@ class SubspaceCurvature(Curvature):
 
     def diagonal(self) -> Tensor:
         return floor_by_layer(self.inner_diagonal.clamp_min(0), self.selection)
-
-    def state(self) -> State:
-        return State("SubspaceCurvature", tensors={"directions": self.directions, "gram": self.gram})
-
-    @classmethod
-    def from_state(cls, state: State, network: Network) -> SubspaceCurvature:
-        fields = state.read(directions=Array(("K", "P")), gram=Array(("K", "K"), also=semidefinite))
-        return cls(**fields, selection=network.selection)
 
 
 PIVOTS = {"greedy": greedy_pivots, "trace": trace_pivots}

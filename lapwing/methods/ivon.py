@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,23 +16,10 @@ from lapwing.data.inputs import Batch
 from lapwing.data.streams import shuffle_batches
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload
-from lapwing.networks.network import Network
-from lapwing.posteriors.sampled import Drawn, WeightDraws, mean_of
+from lapwing.posteriors.sampled import Drawn, mean_of
 from lapwing.priors import Isotropic
-from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
-from lapwing.runtime.settings import (
-    BELOW_ONE,
-    MEMBERS,
-    NONE,
-    POSITIVE,
-    SMALLEST,
-    Array,
-    State,
-    Whole,
-    integer,
-    saved,
-    setting,
-)
+from lapwing.problem import Problem, Statistics, summed_loss
+from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, SMALLEST, WEIGHTS, integer, saved, setting, stored
 from lapwing.runtime.threads import ProgressBar, Stream, derived_generator, normal
 
 DECAY = 1e-4  # weight decay without a prior, the default of the package
@@ -97,10 +84,12 @@ class IVON(Method):
         package()
         network = problem.network
         start = summed_loss(network, problem.likelihood, data)
-        problem, mean, variance = Training.of(self, problem, data, start).run(data.progress)
-        draws = GaussianDraws(network, mean, variance, self.samples, self.seed)
-        statistics = summed_loss(mean_of(draws), problem.likelihood, data, "outputs of a draw")
-        return GaussianDrawsPosterior(problem.with_known_prior(), draws, statistics, network.theta())
+        problem, *moments = Training.of(self, problem, data, start).run(data.progress)
+        posterior = GaussianDrawsPosterior(
+            problem.with_known_prior(), start, network.theta(), self.samples, self.seed, *moments
+        )
+        statistics = summed_loss(mean_of(posterior.outputs), problem.likelihood, data, "outputs of a draw")
+        return replace(posterior, statistics=statistics)
 
     def cost(self, workload: Workload) -> Cost:
         stored = workload.itemsize * 2 * workload.weights
@@ -275,44 +264,13 @@ class Training:
         return problem.with_prior(Isotropic(precision).bound(network.selection, network.theta()))
 
 
-@dataclass(frozen=True, eq=False)
-class GaussianDraws(WeightDraws):
-    """θ - w̃ ~ N(mean, diag(variance))."""
-
-    network: Network
-    mean: Tensor  # (P,)
-    variance: Tensor  # (P,)
-    count: int  # K
-    seed: int
-
-    def draw_step(self, generator: torch.Generator | None) -> Tensor:
-        return self.mean + self.variance.sqrt() * normal(tuple(self.mean.shape), generator, self.mean)
-
-
 @saved
 @dataclass(frozen=True, eq=False)
 class GaussianDrawsPosterior(Drawn):
-    """The outputs of the network under draws from a Gaussian with independent weights."""
+    """The outputs of the network under draws θ - w̃ ~ N(mean, diag(variance))."""
 
-    problem: Problem
-    draws: GaussianDraws
-    statistics: Statistics
-    theta: Tensor
+    mean: Tensor = stored(WEIGHTS)
+    variance: Tensor = stored(replace(WEIGHTS, least=SMALLEST))
 
-    def state(self) -> State:
-        draws = self.draws
-        settings = {"statistics": asdict(self.statistics), "count": draws.count, "seed": draws.seed}
-        return State(
-            "GaussianDrawsPosterior", settings, {"theta": self.theta, "mean": draws.mean, "variance": draws.variance}
-        )
-
-    @classmethod
-    def from_state(cls, state: State, problem: Problem) -> GaussianDrawsPosterior:
-        vector = Array(("P",), dtype=problem.network.dtype)
-        fields = state.read(
-            theta=vector, mean=vector, variance=replace(vector, least=SMALLEST), count=Whole(2, MEMBERS), seed=Whole(),
-            statistics=STATISTICS,
-        )  # fmt: skip
-        names = ("mean", "variance", "count", "seed")
-        draws = GaussianDraws(problem.network, *(fields.pop(name) for name in names))
-        return cls(problem, draws, **fields)
+    def draw_step(self, generator: torch.Generator | None) -> Tensor:
+        return self.mean + self.variance.sqrt() * normal(tuple(self.mean.shape), generator, self.mean)

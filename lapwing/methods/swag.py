@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,31 +13,31 @@ from torch import Tensor
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
 from lapwing.data.streams import shuffle_batches
-from lapwing.errors import FileError, NumericalError, UnsupportedError
+from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload
-from lapwing.networks.network import Network
-from lapwing.posteriors.sampled import Drawn, WeightDraws, mean_of
-from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
+from lapwing.posteriors.sampled import Drawn, mean_of
+from lapwing.problem import Problem, Statistics, summed_loss
 from lapwing.runtime.settings import (
     ABOVE_ZERO,
     BELOW_ONE,
-    MEMBERS,
     NONE,
     POSITIVE,
+    WEIGHTS,
     Array,
     Rule,
     State,
-    Whole,
     integer,
     is_real,
     saved,
     setting,
+    stored,
 )
 from lapwing.runtime.threads import ProgressBar, derived_generator, normal
 
 FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times
 SMALLEST = FIRST / 2**HALVINGS
 NEAR, FAR = 0.1, 1.0  # limits on the rise of the loss (see Descent.run) for a rate chosen here, and for a given one
+Moments = tuple[Tensor, Tensor, Tensor]  # mean and variance of the snapshots, (P,), and the last deviations, (R, P)
 DECAY = Rule("a finite number of at least 0", lambda v: is_real(v) and 0 <= v < math.inf)
 
 
@@ -108,16 +108,16 @@ class SWAG(Method):
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> DrawnPosterior:
         """Return the posterior; ``generator`` is not used, ``seed`` fixes the result."""
-        network = problem.network
-        draws, rate = self.collect(problem, data)
-        statistics = summed_loss(mean_of(draws), problem.likelihood, data, "outputs of a draw")
+        posterior = self.collect(problem, data)
+        statistics = summed_loss(mean_of(posterior.outputs), problem.likelihood, data, "outputs of a draw")
         problem = problem.with_residual_noise(statistics).with_known_prior()
-        return DrawnPosterior(problem, draws, statistics, network.theta(), rate)
+        return replace(posterior, problem=problem, statistics=statistics)
 
-    def collect(self, problem: Problem, data: Data) -> tuple[SWAGDraws, float]:
-        """Return draws with the moments of the snapshots, and the learning rate, which is chosen if none is given."""
+    def collect(self, problem: Problem, data: Data) -> DrawnPosterior:
+        """Return the posterior of the snapshots, still with the loss and the noise of the network itself."""
         start = summed_loss(problem.network, problem.likelihood, data)
-        return self._draws(Descent.of(self, problem.with_residual_noise(start), data, start))
+        rate, moments = self._moments(Descent.of(self, problem.with_residual_noise(start), data, start))
+        return DrawnPosterior(problem, start, problem.network.theta(), self.samples, self.seed, *moments, rate)
 
     def cost(self, workload: Workload) -> Cost:
         stored = workload.itemsize * (self.rank + 2) * workload.weights
@@ -140,21 +140,21 @@ class SWAG(Method):
         settings = {"snapshots": self.rank, "epochs_between": 1, "steps_between": 1}
         return replace(self, **settings, learning_rate=self.learning_rate or SMALLEST)
 
-    def _draws(self, descent: Descent) -> tuple[SWAGDraws, float]:
-        """Return the draws and the learning rate, which is chosen if none is given."""
+    def _moments(self, descent: Descent) -> tuple[float, Moments]:
+        """Return the learning rate, which is chosen if none is given, and the moments of the snapshots."""
         if self.learning_rate is not None:
-            draws, loss = descent.run(self.learning_rate, FAR)
-            if draws is None:
+            moments, loss = descent.run(self.learning_rate, FAR)
+            if moments is None:
                 raise NumericalError(
                     f"SWAG: the regularised loss went from {descent.start:.4g} to {loss:.4g} at learning_rate="
                     f"{self.learning_rate:g}; expected it to stay near. Lower learning_rate, or leave it out."
                 )
-            return draws, self.learning_rate
+            return self.learning_rate, moments
         for halvings in range(HALVINGS + 1):
             rate = FIRST / 2**halvings
-            draws, loss = descent.run(rate, NEAR)
-            if draws is not None:
-                return draws, rate
+            moments, loss = descent.run(rate, NEAR)
+            if moments is not None:
+                return rate, moments
         raise NumericalError(
             f"SWAG: the regularised loss goes from {descent.start:.4g} to {loss:.4g} even at a learning rate of "
             f"{rate:.2g}; expected one at which it stays near. Scale inputs and targets, lower weight_decay, or give "
@@ -198,10 +198,10 @@ class Descent:
     def _penalty(self, d: Tensor) -> float:
         return 0.5 * float((self.decay * (self.gap + d).square()).sum())
 
-    def run(self, rate: float, most: float) -> tuple[SWAGDraws | None, float]:
-        """Run SGD at a learning rate; return draws with the moments of its snapshots, and the loss over the last pass.
+    def run(self, rate: float, most: float) -> tuple[Moments | None, float]:
+        """Run SGD at a learning rate; return the moments of its snapshots, and the loss over the last pass.
 
-        The draws are None if the regularised loss over a pass rises by more than ``most`` nats for each datum, or by
+        The moments are None if the regularised loss over a pass rises by more than ``most`` nats for each datum, or by
         ``most`` times the mean loss at the start if that is more.
         """
         settings, network = self.settings, self.problem.network
@@ -226,7 +226,7 @@ class Descent:
             bar.show(loss=loss / count)
         if not bool(torch.isfinite(d).all()):
             return None, _mean(recent)
-        return SWAGDraws(network, *moments.value(), settings.samples, settings.seed), _mean(recent)
+        return moments.value(), _mean(recent)
 
     def _slope(self, batch: Batch, d: Tensor) -> tuple[float, int, Tensor]:
         """Return loss and count of a mini-batch, and the gradient of its mean loss, (P,) in float64."""
@@ -274,64 +274,45 @@ class RunningMoments:
         self._squares += before * (d - self._mean)
         self._last.append(d.to(self._dtype))
 
-    def value(self) -> tuple[Tensor, Tensor, Tensor]:
+    def value(self) -> Moments:
         """Return mean (P,) and variance (P,) of all snapshots, and the deviations of the last from the mean, (R, P)."""
         mean = self._mean.to(self._dtype)
         variance = (self._squares / (self._count - 1)).to(self._dtype)
         return mean, variance, torch.stack(list(self._last)) - mean
 
 
-@dataclass(frozen=True, eq=False)
-class SWAGDraws(WeightDraws):
-    """The network under K draws of its weights; draw k has the seed ``seed + k`` at all inputs.
-
-    θ - w̃ ~ N(mean, ½ diag(variance) + ½ DᵀD/(R - 1)) with the R rows of D. Draws are not kept but made again for every
-    call, at R P multiplications each.
-    """
-
-    network: Network
-    mean: Tensor  # (P,)
-    variance: Tensor  # (P,)
-    deviations: Tensor  # D, (R, P)
-    count: int  # K
-    seed: int
-
-    def draw_step(self, generator: torch.Generator | None) -> Tensor:
-        """Draw a step from w̃, (P,)."""
-        independent = normal(tuple(self.mean.shape), generator, self.mean)
-        shared = normal((len(self.deviations),), generator, self.mean)
-        correlated = shared @ self.deviations / (len(self.deviations) - 1) ** 0.5
-        return self.mean + 0.5**0.5 * (self.variance.sqrt() * independent + correlated)
+def _refuse_one(deviations: Tensor) -> str:
+    """Check that there are several deviations (R, P)."""
+    return "" if len(deviations) > 1 else "SWAG has fewer than two deviations; expected two or more"
 
 
 @saved
 @dataclass(frozen=True, eq=False)
 class DrawnPosterior(Drawn):
-    """The outputs of the network under draws from the Gaussian of the snapshots."""
+    """The outputs of the network under draws from the Gaussian of the snapshots.
 
-    problem: Problem
-    draws: SWAGDraws
-    statistics: Statistics
-    theta: Tensor
-    learning_rate: float  # of the SGD that the draws come from
+    θ - w̃ ~ N(mean, ½ diag(variance) + ½ DᵀD/(R - 1)) with the R rows of D, at R P multiplications for a draw.
+    """
+
+    mean: Tensor = stored(WEIGHTS)
+    variance: Tensor = stored(replace(WEIGHTS, least=0))
+    last_deviations: Tensor = stored(Array(("K", "P"), dtype="weights", also=_refuse_one))  # D, (R, P)
+    learning_rate: float = stored(ABOVE_ZERO)  # of the SGD that the draws come from
+
+    def draw_step(self, generator: torch.Generator | None) -> Tensor:
+        independent = normal(tuple(self.mean.shape), generator, self.mean)
+        shared = normal((len(self.last_deviations),), generator, self.mean)
+        correlated = shared @ self.last_deviations / (len(self.last_deviations) - 1) ** 0.5
+        return self.mean + 0.5**0.5 * (self.variance.sqrt() * independent + correlated)
 
     def state(self) -> State:
-        draws = self.draws
-        settings = {
-            "statistics": asdict(self.statistics), "count": draws.count, "seed": draws.seed,
-            "learning_rate": self.learning_rate,
-        }  # fmt: skip
-        tensors = {"mean": draws.mean, "variance": draws.variance, "deviations": draws.deviations}
-        return State("DrawnPosterior", settings, {"theta": self.theta, **tensors})
+        return _rename_tensor(super().state(), "last_deviations", "deviations")
 
     @classmethod
-    def from_state(cls, state: State, problem: Problem) -> DrawnPosterior:
-        network, vector = problem.network, Array(("P",), dtype=problem.network.dtype)
-        fields = state.read(
-            theta=vector, mean=vector, variance=replace(vector, least=0), deviations=replace(vector, shape=("K", "P")),
-            count=Whole(1, MEMBERS), seed=Whole(), learning_rate=ABOVE_ZERO, statistics=STATISTICS,
-        )  # fmt: skip
-        if len(fields["deviations"]) < 2:
-            raise FileError("SWAG has fewer than two deviations; expected two or more")
-        names = ("mean", "variance", "deviations", "count", "seed")
-        return cls(problem, SWAGDraws(network, *(fields.pop(name) for name in names)), **fields)
+    def from_state(cls, state: State, owner: Any = None) -> Any:
+        return super().from_state(_rename_tensor(state, "deviations", "last_deviations"), owner)
+
+
+def _rename_tensor(state: State, old: str, new: str) -> State:
+    """Return the state with another name for one tensor: files had theirs before ``Posterior.deviations``."""
+    return replace(state, tensors={new if name == old else name: each for name, each in state.tensors.items()})

@@ -24,6 +24,7 @@ from lapwing.posteriors.weight_space import Linearised, Mode
 from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
 from lapwing.runtime.settings import (
+    MEMBERS,
     SMALLEST,
     WEIGHTS,
     Array,
@@ -464,56 +465,47 @@ class StoredSamples(Solver):
             raise UnsupportedError("samples from a file belong to the prior and noise they were saved with; fit again.")
 
 
-class WeightDraws:
-    """The network under ``count`` draws of its weights; draw k has the seed ``seed + k`` at all inputs.
+@dataclass(frozen=True, eq=False)
+class Drawn(Stored, Posterior):
+    """f(x) ~ N(mean, covariance) of the network under ``count`` draws of its weights.
 
-    Classes inherit from it and define ``drawn``. Draws are not kept but made again for every call.
+    Draw k has the seed ``seed + k`` at all inputs. Draws are not kept but made again for every call: a prediction costs
+    a forward pass for each. Classes define ``draw_step``.
     """
 
-    network: Network
-    count: int
-    seed: int
+    problem: Problem
+    statistics: Statistics = stored(STATISTICS)  # of the mean of the draws
+    theta: Tensor = stored(WEIGHTS)  # w̃, (P,)
+    count: int = stored(Whole(2, MEMBERS))  # K
+    seed: int = stored(Whole())
 
     def draw_step(self, generator: torch.Generator | None) -> Tensor:
         """Draw a step from w̃, (P,)."""
         raise NotImplementedError
 
-    def __call__(self, x: Inputs) -> Tensor:
-        """Return the outputs of all draws, (K, B, [T,] C)."""
-        return torch.stack([self.outputs(x, self.numbered_steps(k)) for k in range(self.count)])
-
-    def outputs(self, x: Inputs, d: Tensor) -> Tensor:
-        """Return f (B, [T,] C) with the weights moved by d (P,)."""
-        return self.network.at(d, x)
-
-    def numbered_steps(self, k: int) -> Tensor:
-        """Return draw k as a step from w̃, (P,)."""
-        return self.draw_step(derived_generator(torch.Generator().manual_seed(self.seed + k), torch.empty(0)))
-
-
-class Drawn(Posterior):
-    """f(x) ~ N(mean of the draws, covariance of the draws). A prediction costs one forward pass for each draw."""
-
-    problem: Problem
-    draws: WeightDraws
-    statistics: Statistics  # of the mean of the draws
-    theta: Tensor  # w̃, (P,)
+    def outputs(self, x: Inputs) -> Tensor:
+        """Return the outputs of the network under all draws, (K, B, [T,] C)."""
+        return torch.stack([self.problem.network.at(d, x) for d in self._steps(self.count, None)])
 
     def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
-        return gaussian_of(query.of(self.draws(x).to(self.theta.dtype)), query.joint)
+        return gaussian_of(query.of(self.outputs(x).to(self.theta.dtype)), query.joint)
 
     def plain(self) -> PointPosterior:
         return PointPosterior(self.problem, self.statistics, self.theta)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n outputs of the network, (n, B, [T,] C); without a generator those of the seeds seed, seed + 1, ..."""
-        return torch.stack([self.draws.outputs(x, d).to(self.theta.dtype) for d in self._steps(n, generator)])
+        network = self.problem.network
+        return torch.stack([network.at(d, x).to(self.theta.dtype) for d in self._steps(n, generator)])
 
     def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n sets of weights, (n, P): those of ``function_samples``."""
         return torch.stack([self.theta + d for d in self._steps(n, generator)])
 
     def _steps(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        """Draw n steps from w̃, (P,) each, one after another."""
-        draws = self.draws
-        return (draws.numbered_steps(k) if generator is None else draws.draw_step(generator) for k in range(n))
+        """Draw n steps from w̃, (P,) each, one after another; without a generator those of the seeds."""
+        for k in range(n):
+            source = generator
+            if source is None:
+                source = derived_generator(torch.Generator().manual_seed(self.seed + k), torch.empty(0))
+            yield self.draw_step(source)

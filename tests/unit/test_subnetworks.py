@@ -87,7 +87,7 @@ def test_largest_swag_variance() -> None:
     """The variances are those that the baseline collects."""
     model, settings = net(), SWAG(5, 3, learning_rate=0.02, batch_size=4)
     fitted = lw.fit(model, DATA, "classification", method=settings, prior=None)
-    variance = fitted.posterior.draws.variance
+    variance = fitted.posterior.variance
     chosen = subnetworks.by_swag(model, DATA, "classification", 6, swag=settings)
     assert indices(chosen) == top(variance, 6)
     inside = subnetworks.by_swag(model, DATA, "classification", 6, swag=settings, within=lw.named("^2"))

@@ -63,7 +63,7 @@ def test_the_gaussian_is_that_of_the_optimiser(prior: str, likelihood: str, monk
     monkeypatch.setattr(ivon, "IVON", Kept)
     model = net()
     posterior = fitted(model, likelihood, LABELS if likelihood == "classification" else Y, prior=PRIORS[prior])
-    groups, draws = Kept.last.param_groups, posterior.posterior.draws
+    groups, draws = Kept.last.param_groups, posterior.posterior
     weights = torch.cat([group["params"][0].detach() for group in groups]) + (0.4 if prior == "off zero" else 0.0)
     assert_close(posterior.network.theta() + draws.mean, weights)
     phi = float(posterior.likelihood.dispersion)
@@ -86,7 +86,7 @@ def test_a_linear_model_reaches_the_mean_field_optimum() -> None:
     )  # fmt: skip
     full = X.T @ X / phi + alpha * torch.eye(INPUTS, dtype=D)
     mean = torch.linalg.solve(full, X.T @ y / phi)[:, 0]
-    draws = posterior.posterior.draws
+    draws = posterior.posterior
     found = posterior.network.theta() + draws.mean
     assert float(((found - mean) * full.diagonal().sqrt()).abs().max()) < 0.3  # of a standard deviation
     assert float((draws.variance * full.diagonal()).log().abs().max()) < 0.5  # its curvature has Monte Carlo noise
@@ -108,7 +108,7 @@ def test_predictions_are_those_of_networks_with_drawn_weights() -> None:
     assert_close(posterior.functions(NEW).variance, each.var(0))
     seeded = lambda: torch.Generator().manual_seed(8)
     assert_close(posterior.function_samples(NEW, 3, seeded()), posterior.network_samples(NEW, 3, seeded()))
-    draws = posterior.posterior.draws
+    draws = posterior.posterior
     many = posterior.weight_samples(3000, seeded()) - posterior.network.theta() - draws.mean
     assert float((many.square().mean(0) / draws.variance - 1).abs().max()) < 6 * (2 / 3000) ** 0.5
 
@@ -120,7 +120,7 @@ def test_seeds_fix_the_result_and_nothing_else_changes() -> None:
     torch.rand(3)
     again, other = fitted(seed=5), fitted(seed=6)
     assert torch.equal(one.functions(NEW).cov, again.functions(NEW).cov)
-    assert not torch.equal(one.posterior.draws.mean, other.posterior.draws.mean)
+    assert not torch.equal(one.posterior.mean, other.posterior.mean)
 
 
 def test_it_goes_downhill_from_a_network_that_is_not_trained() -> None:
@@ -134,7 +134,7 @@ def test_it_goes_downhill_from_a_network_that_is_not_trained() -> None:
 @pytest.mark.parametrize("weights", ["last_layer", lw.subnetwork(torch.tensor([1, 7, 30, 39]))])
 def test_only_the_chosen_weights_move(weights: Any, tmp_path: Path) -> None:
     posterior = fitted(weights=weights, prior=2.0)
-    assert len(posterior.posterior.draws.mean) == posterior.network.selection.size
+    assert len(posterior.posterior.mean) == posterior.network.selection.size
     posterior.save(tmp_path / "it")
     again = lw.load(tmp_path / "it", net())
     assert torch.equal(again.functions(NEW).cov, posterior.functions(NEW).cov)
@@ -146,7 +146,7 @@ def test_narrow_numbers(dtype: torch.dtype) -> None:
     model = net().to(dtype)
     posterior = lw.fit(model, [(X.to(dtype), LABELS)], "classification", method=method())
     assert posterior.functions(NEW.to(dtype)).mean.dtype == torch.float32
-    ratio = posterior.posterior.draws.variance.double() / fitted().posterior.draws.variance
+    ratio = posterior.posterior.variance.double() / fitted().posterior.variance
     assert 0.8 < float(ratio.mean()) < 1.25
 
 

@@ -103,10 +103,10 @@ def test_moments_are_those_of_sgd(name: str) -> None:
     seen = list(model.seen)[-6 * between :]
     rows = iterates(net(), seen, between, momentum, decay, 0.2 if name == "prior" else 0.0)
     start = nn.utils.parameters_to_vector(net().parameters()).detach()
-    draws = posterior.posterior.draws
+    draws = posterior.posterior
     assert_close(start + draws.mean, rows.mean(0))
     assert_close(draws.variance, rows.var(0))
-    assert_close(draws.deviations, rows[-settings.get("rank", 4) :] - rows.mean(0))
+    assert_close(draws.last_deviations, rows[-settings.get("rank", 4) :] - rows.mean(0))
     assert float(draws.variance.min()) > 0
 
 
@@ -151,7 +151,7 @@ def test_the_spread_on_a_quadratic_is_that_of_the_theory() -> None:
         posterior = lw.fit(model, Fresh(x, y), lw.Gaussian(noise_std=0.5), method=method)
         theory = rate * s * (1 + m) / (h * (1 - m) * (2 * (1 + m) - rate * h))
         # The standard error of a variance from 200 independent snapshots is 10 %; their correlation is 0.03.
-        assert float(posterior.posterior.draws.variance) == pytest.approx(theory, rel=0.3)
+        assert float(posterior.posterior.variance) == pytest.approx(theory, rel=0.3)
 
 
 # The draws
@@ -160,8 +160,8 @@ def test_the_spread_on_a_quadratic_is_that_of_the_theory() -> None:
 def test_draws_have_the_stated_mean_and_covariance() -> None:
     model = nn.Sequential(nn.Linear(4, 2)).double()
     posterior = fitted(model, snapshots=7, rank=5)
-    draws = posterior.posterior.draws
-    expected = 0.5 * torch.diag(draws.variance) + 0.5 * sum(torch.outer(d, d) for d in draws.deviations) / 4
+    draws = posterior.posterior
+    expected = 0.5 * torch.diag(draws.variance) + 0.5 * sum(torch.outer(d, d) for d in draws.last_deviations) / 4
     samples = posterior.weight_samples(5_000, torch.Generator().manual_seed(0))
     centre = posterior.network.theta() + draws.mean
     gap = samples - centre
@@ -170,8 +170,8 @@ def test_draws_have_the_stated_mean_and_covariance() -> None:
 
 
 def test_with_every_deviation_weights_have_the_variance_of_the_snapshots() -> None:
-    draws = fitted(net(), rank=6).posterior.draws
-    assert_close(draws.deviations.square().sum(0) / 5, draws.variance)
+    draws = fitted(net(), rank=6).posterior
+    assert_close(draws.last_deviations.square().sum(0) / 5, draws.variance)
 
 
 def by_hand(model: nn.Sequential, weights: Tensor, x: Tensor) -> Tensor:
@@ -224,8 +224,8 @@ def test_only_the_chosen_weights_move(weights: Any) -> None:
         assert_close(f, moved(NEW).detach())
         still = [name for name in every if name not in selection.names]
         assert all(torch.equal(tensors[name], every[name]) for name in still)
-    assert float(posterior.posterior.draws.variance.min()) > 0
-    assert len(posterior.posterior.draws.mean) == selection.size
+    assert float(posterior.posterior.variance.min()) > 0
+    assert len(posterior.posterior.mean) == selection.size
 
 
 def test_a_frozen_rest_is_the_same_as_the_last_layer() -> None:
@@ -294,7 +294,7 @@ def test_narrow_numbers(dtype: torch.dtype) -> None:
     data = [(X.to(dtype), Y.to(dtype))]
     posterior = lw.fit(model, data, "regression", method=swag())
     same = lw.fit(wide, [(X.to(dtype).double(), Y.to(dtype).double())], "regression", method=swag())
-    ratio = (posterior.posterior.draws.variance.double() / same.posterior.draws.variance).mean()
+    ratio = (posterior.posterior.variance.double() / same.posterior.variance).mean()
     assert 0.8 < float(ratio) < 1.25
     assert posterior.functions(NEW.to(dtype)).mean.dtype == torch.float32
 
