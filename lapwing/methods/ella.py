@@ -89,7 +89,7 @@ class ELLA(Method):
         squares = SquaredSum(network) if self.residual else None
         gram, statistics = within(problem, data, directions, squares)
         if squares is None:
-            return WeightPosterior.fitted(problem, SubspaceCurvature(directions, gram, network.selection), statistics)
+            return WeightPosterior.fitted(problem, SubspaceCurvature(network.selection, directions, gram), statistics)
         values, basis = eigh(gram)
         _, singular, vectors = svd((basis * values.clamp_min(0).sqrt()).mT @ rows)
         part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)

@@ -269,9 +269,9 @@ class SubspacePrecision(Precision):
 class SubspaceCurvature(Stored, Curvature):
     """Curvature restricted to K directions D (K, P); ``gram`` is D H Dᵀ at unit dispersion, (K, K)."""
 
+    selection: Selection
     directions: Tensor = stored(Array(("K", "P")))
     gram: Tensor = stored(Array(("K", "K"), also=semidefinite))
-    selection: Selection
 
     def precision(self, phi: Tensor, prior: BoundPrior) -> SubspacePrecision:
         inside = (self.directions * prior.vector.to(self.gram)) @ self.directions.mT  # D A Dᵀ, (K, K)

@@ -192,7 +192,7 @@ def test_inducing_points_are_the_subspace_and_the_prior_outside(name: str, prior
     directions = rows / problem.prior.vector
     gram, statistics = within(problem, data, directions)
     network, phi = problem.network, problem.likelihood.dispersion
-    subspace = SubspaceCurvature(directions, gram, network.selection).precision(phi, problem.prior)
+    subspace = SubspaceCurvature(network.selection, directions, gram).precision(phi, problem.prior)
     jacobians = network.linearise(setting.new).jacobians()
     z = torch.stack([dense.jacobian(setting.model, anchors.inputs, 5)[i, c] for i, c in enumerate(anchors.outputs)])
     new = dense.jacobian(setting.model, setting.new, 5).flatten(0, 1)

@@ -398,7 +398,7 @@ def bound(kind: str) -> Any:
 
 def curvature() -> SubspaceCurvature:
     d, (_, ggn) = directions(), data()
-    return SubspaceCurvature(d, d @ ggn @ d.T, subspace_network().selection)
+    return SubspaceCurvature(subspace_network().selection, d, d @ ggn @ d.T)
 
 
 @pytest.mark.parametrize("kind", PRIORS)
@@ -458,7 +458,7 @@ def test_slopes_of_the_log_determinant(kind: str) -> None:
 
 def test_all_directions_are_the_full_posterior() -> None:
     prior, (jac, ggn) = bound("per_layer"), data()
-    whole = SubspaceCurvature(torch.eye(P, dtype=D), ggn, subspace_network().selection)
+    whole = SubspaceCurvature(subspace_network().selection, torch.eye(P, dtype=D), ggn)
     exact = torch.linalg.inv(ggn / PHI + torch.diag(prior.vector))
     found = whole.precision(torch.tensor(PHI, dtype=D), prior)
     jacobians = subspace_network().linearise(CASE.batch(4, seed=2)).jacobians()
@@ -472,7 +472,7 @@ def test_the_basis_of_the_span_does_not_matter() -> None:
     d, prior, phi = directions(), bound("diagonal"), torch.tensor(PHI, dtype=D)
     turn = torch.randn(K, K, dtype=D) + 3 * torch.eye(K, dtype=D)
     one = curvature()
-    other = SubspaceCurvature(turn @ d, turn @ one.gram @ turn.T, one.selection)
+    other = SubspaceCurvature(one.selection, turn @ d, turn @ one.gram @ turn.T)
     jacobians = subspace_network().linearise(CASE.batch(4, seed=2)).jacobians()
     assert_close(other.precision(phi, prior).cross(jacobians), one.precision(phi, prior).cross(jacobians))
     assert_close(other.logdet(phi, prior), one.logdet(phi, prior))
