@@ -1,45 +1,78 @@
-"""The front door: a model and its data in, a posterior with error bars out."""
+"""The front door: a model and its data in, a posterior with error bars out; and the steps of a fit between them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lapwing import files, training
-from lapwing.crossfit import Sibling
 from lapwing.data.batches import Data, cut_for_training
+from lapwing.data.inputs import Batch, Inputs
 from lapwing.data.known_rows import KnownRows
 from lapwing.data.processes import Processes, in_all_processes
+from lapwing.data.samples import Weighted
 from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
-from lapwing.fitting import FitInProgress, likelihood_for
-from lapwing.likelihoods.base import Likelihood
-from lapwing.methods.base import Method, OverNetworks
+from lapwing.likelihoods.base import Likelihood, expand_weights
+from lapwing.methods.base import Method, OverNetworks, refuse_processes, workload_of
+from lapwing.methods.diagonal import Diagonal
+from lapwing.methods.full import Full
+from lapwing.methods.kernel_space import KernelSpace
+from lapwing.methods.kron import Kron
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
 from lapwing.networks.forward import (
     arithmetic_of,
     device_of,
     extract_data,
     extract_network,
+    loss_of_model,
     outside_autocast,
     path_of,
     unwrap,
 )
 from lapwing.networks.network import Network
+from lapwing.networks.normalised import group_names, scale_free_groups
 from lapwing.networks.selection import Weights
+from lapwing.posteriors.base import MANY, Posterior
+from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.priors import Prior
+from lapwing.problem import Problem, check_named_targets, check_targets, check_targets_for, mean_squared_residual
 from lapwing.recipes import Recipe, online
-from lapwing.registry import Auto, find_method, find_weights
+from lapwing.registry import Auto, find_likelihood, find_method, find_weights, prior_for
 from lapwing.runtime.settings import GENERATOR, NONE, PATH, Rule
-from lapwing.runtime.threads import Stream, should_show_progress, with_inner_progress
+from lapwing.runtime.threads import Stream, independent_generator, should_show_progress, uniform, with_inner_progress
 from lapwing.training import Epoch, TrainingState
-from lapwing.tuners.base import Tuner, check_tuner
+from lapwing.tuners.base import MaximiseEvidence, Tuner, check_tuner, follows_evidence, run_tuner, start_near_optimum
+from lapwing.tuners.fixed_point import SampleEM
+from lapwing.tuners.mixing import Budget, Integrate
+from lapwing.tuners.offsets import (
+    FirstOutputs,
+    Reused,
+    first_outputs,
+    warn_if_biased,
+    warn_if_worse_than_plain,
+    with_findings,
+    with_held_out,
+    with_validation,
+)
+
+if TYPE_CHECKING:
+    from lapwing.crossfit import Sibling
+
+LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
+ROWS = 600  # data that it is computed from, if there are more
+COMPARED = 200  # data at which the two are compared
+FEW_OUTPUTS = 3  # of an input, up to which a Jacobian of so many data is small
+MEMORY = 2**30  # bytes of the rows of a Jacobian for it
+SMALLEST_REST = 1e-3  # of a variance that its own datum leaves: rounding is not divided by
+LOOKED = 4  # samples from which ``Auto`` reads the sizes of a network
 
 
 @outside_autocast
@@ -130,6 +163,8 @@ def fit(
             "are integrated by lw.tuners.Integrate; give that tuner itself to change its settings."
         )
     GENERATOR.check("generator", generator)
+    from lapwing.crossfit import Sibling  # it takes the steps below itself
+
     if isinstance(validation, Sibling):
         if process_group is not None:
             raise UnsupportedError("validation=lw.sibling(...) works in one process; expected no process_group.")
@@ -266,3 +301,332 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
     device_of(model)
     posterior, fingerprint, about = files.load(path, model)
     return Fitted(posterior, fingerprint, about.method, about.why, rows=about.rows, columns=about.columns)
+
+
+def problem_of(
+    model: nn.Module,
+    data: Data,
+    likelihood: Likelihood | str,
+    weights: Weights | str | None,
+    prior: Prior | float | None,
+    output: tuple[str | int, ...] = (),
+) -> Problem:
+    """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
+    first, several = data.peek()
+    network = Network.build(model, several.inputs, find_weights(weights), output)
+    refuse_other_models(network.model, data.processes)
+    f = network(first.inputs)
+    chosen = likelihood_for(likelihood, network, first, f)
+    check_targets_for(network, chosen, f, network.arrange_targets(first).targets)
+    if chosen.needs_residuals:
+        chosen = chosen.prepared(mean_squared_residual(network, chosen, network.arrange_data(data)))
+    given = prior_for(1.0 if prior is None else prior)
+    groups = group_names(network, scale_free_groups(network, first.inputs)) if given.needs_groups else None
+    groups = data.processes.gather_values(groups)[0] if given.needs_groups else None
+    return Problem(network, chosen, given.bound(network.selection, network.theta(), groups), prior is None)
+
+
+def likelihood_for(given: Likelihood | str, network: Network, batch: Batch, f: Tensor) -> Likelihood:
+    """Return the likelihood, or the one that a name stands for; raise if the outputs f of the batch do not fit it.
+
+    "classification" with one output is binary. The loss of a model that takes labels must be that of the likelihood.
+    """
+    is_binary = isinstance(given, str) and given == "classification" and f.shape[-1] == 1
+    likelihood: Likelihood = find_likelihood("binary" if is_binary else given)
+    likelihood.check_outputs(f.flatten(0, 1) if network.image else f)  # the channels of images are known
+    likelihood.check_last(network.last_operation)
+    own = (
+        None if network.output else loss_of_model(network.replica, batch, network.plain_kernels)
+    )  # it may be of another output
+    if own is not None:
+        likelihood.check_loss(f, network.arrange_targets(batch).targets, own)
+    return likelihood
+
+
+@dataclass(eq=False, repr=False)
+class FitInProgress:
+    """What a call of ``fit`` was given, and what its steps have made of it so far; see ``STEPS``."""
+
+    model: nn.Module
+    source: Iterable[object]
+    likelihood: Likelihood | str
+    processes: Processes
+    generator: torch.Generator | None
+    method: Method | Auto
+    weights: Weights | str | None
+    prior: Prior | float | None  # None: to be learned
+    validation: Iterable[object] | None
+    tuner: Tuner | None
+    target_key: str | None
+    output: str | int | tuple[str | int, ...] | None
+    progress: bool | None
+    is_default: bool  # whether no method was asked for
+
+    structure: dict[tuple[str, str], Any] = field(init=False)  # of the model before anything runs it
+    data: Data = field(init=False)
+    held_out: Data | None = field(init=False, default=None)  # the validation data
+    problem: Problem = field(init=False)
+    chosen: Method = field(init=False)
+    why: str = field(init=False, default="")  # the reason of ``Auto``
+    late_tuner: Tuner | None = field(init=False)  # the tuner, unless it learned the prior beforehand
+    first: FirstOutputs | None = field(init=False, default=None)  # the first outputs of the pass
+    posterior: Posterior = field(init=False)
+    reused: Reused = field(init=False)
+
+    def run(self, steps: Iterable[Callable[[FitInProgress], None]] | None = None) -> Fitted:
+        """Take all steps, or some of them, and return the result."""
+        for step in STEPS if steps is None else steps:
+            step(self)
+        fingerprint = Fingerprint.of(self.posterior.problem.network.model, self.structure)
+        name = type(self.chosen).__name__
+        return Fitted(self.posterior, fingerprint, name, self.why, self.processes, self.reused.rows)
+
+    def over_networks(self, method: OverNetworks) -> Fitted:
+        """Fit the method that ``method`` combines to each of its networks, and return their combination."""
+        refuse_processes(method, self.processes)
+        each = [
+            replace(self, model=model, method=method.method, is_default=False).run()
+            for model in method.networks(self.model)
+        ]
+        combined = method.combine([fitted.posterior for fitted in each])
+        return replace(each[0], posterior=combined, method=type(method).__name__)
+
+
+def open_data(run: FitInProgress) -> None:
+    """Wrap the training and validation data, which are read on the device and in the dtype of the model."""
+    shown = should_show_progress(run.progress) and run.processes.is_main_process
+    device, dtype = device_of(run.model), arithmetic_of(run.model)
+    run.data = Data(run.source, device, run.target_key, shown, processes=run.processes, dtype=dtype, keep_sketch=True)
+    run.structure = structure_of(unwrap(run.model))  # the lines above refuse what is not a model
+    run.held_out = None if run.validation is None else run.data.with_source(run.validation, "validation")
+
+
+def build_problem(run: FitInProgress) -> None:
+    """Examine the model with the first batch: network, likelihood and prior, for the weights of the method."""
+    weights = run.method.weights if run.weights is None and isinstance(run.method, Method) else run.weights
+    run.problem = problem_of(run.model, run.data, run.likelihood, weights, run.prior, path_of(run.output))
+    run.data = run.problem.network.arrange_data(run.data)
+
+
+def choose_method(run: FitInProgress) -> None:
+    """Take the method that was asked for, or the choice of ``Auto``; refuse one that works in one process alone."""
+    if isinstance(run.method, Auto):
+        run.chosen, run.why = choose_by_cost(run.method, run.problem, run.data)
+    else:
+        run.chosen = run.method
+    refuse_processes(run.chosen, run.processes)
+
+
+def check_validation(run: FitInProgress) -> None:
+    """Check all validation data before the pass over the training data; a method that learns in steps stops by them."""
+    if run.held_out is None:
+        return
+    run.held_out = run.problem.network.arrange_data(run.held_out)
+    run.held_out.peek()
+    for batch in run.held_out.batches("checking validation data", weighted=True):
+        check_named_targets(run.problem.network, run.problem.likelihood, batch, run.held_out.name)
+    run.chosen = run.chosen.with_early_stopping(run.held_out)
+
+
+def learn_needed_prior(run: FitInProgress) -> None:
+    """Learn the prior beforehand for a method without an evidence; a tuner that follows the evidence runs later."""
+    run.late_tuner = run.tuner
+    if run.chosen.needs_prior:
+        run.late_tuner = run.tuner if follows_evidence(run.tuner) else None
+        tuner = None if run.late_tuner else run.tuner
+        run.problem = learn_prior_beforehand(run.problem, tuner, run.data, run.generator)
+
+
+def compute_posterior(run: FitInProgress) -> None:
+    """Make the pass over the training data, which also keeps the first outputs where nothing else shows a bias."""
+    run.first = first_outputs(run.problem, run.data) if run.held_out is None else None
+    run.posterior = run.chosen.fit(run.problem, run.data, run.generator)
+
+
+def tune(run: FitInProgress) -> None:
+    """Learn the prior's precision by the evidence, or by the tuner that was given."""
+    if run.posterior.problem.learn_prior and run.posterior.provides(Posterior.log_evidence):
+        run.posterior = learn_precision(run.posterior, run.late_tuner, run.data)
+    elif run.late_tuner is not None:
+        run.posterior = run_tuner(run.late_tuner, run.posterior, run.data)
+
+
+def look_for_reused_rows(run: FitInProgress) -> None:
+    """Compare the rows of held-out data with those of the training data; raise if all are the same."""
+    rows = KnownRows(run.data.sketch())
+    if run.held_out:
+        run.reused = with_validation(rows, run.held_out)
+    else:
+        run.reused = with_held_out(rows, run.tuner, run.problem.network, run.processes)
+
+
+def average(run: FitInProgress) -> None:
+    """Average over hyperparameters: by validation data, or guarded without; compare with the plain network."""
+    if run.held_out is not None:
+        run.posterior = Integrate(run.held_out, None if run.prior is None else ())(run.posterior)
+    elif run.tuner is not None and run.posterior.linearised:
+        run.posterior = warn_if_worse_than_plain(run.posterior, run.data)
+    elif run.prior is None and run.posterior.linearised:
+        is_averaged = run.is_default and run.problem.likelihood.has_tails
+        other = exact_component(run.posterior, run.data, run.generator) if is_averaged else None
+        others, scales = ((other[0],), (other[1],)) if other else ((), ())
+        run.posterior = Budget(run.data, others=others, scales=scales)(run.posterior)
+
+
+def note_findings(run: FitInProgress) -> None:
+    """Add what was noticed: a bias of the classes, loaders that change, rows that are used twice."""
+    run.posterior = warn_if_biased(run.posterior, run.data, run.first)
+    run.posterior = attach_findings(run.posterior, run.data, run.held_out, run.reused.findings)
+
+
+STEPS: tuple[Callable[[FitInProgress], None], ...] = (
+    open_data, build_problem, choose_method, check_validation, learn_needed_prior, compute_posterior, tune,
+    look_for_reused_rows, average, note_findings,
+)  # fmt: skip
+
+
+def choose_by_cost(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
+    """Return the method that ``Auto`` chooses, and the reason for it."""
+    network, selection = problem.network, problem.network.selection
+    auto = replace(auto, gpu=auto.gpu or network.device.type == "cuda")
+    rows, few = 0, None
+    for batch in data.batches("counting", weighted=True):
+        few = network.take(batch.inputs, slice(0, LOOKED)) if few is None else few
+        # Ignored data count too: they have rows of zeros in a design.
+        rows += check_targets(network, problem.likelihood, batch)[0].numel()
+    rows, few = sum(data.processes.gather_numbers(rows)), data.processes.first_available(few)
+    workload = workload_of(network, few, max(1, rows // torch.Size(network.output_shape).numel()))
+    classes = problem.likelihood.has_logits
+    choice = auto.choose(selection.size, rows, workload.single, problem.learn_prior, workload, classes)
+    return choice.method, choice.why
+
+
+def learn_prior_beforehand(
+    problem: Problem, tuner: Tuner | None, data: Data, generator: torch.Generator | None
+) -> Problem:
+    """Return the problem with a prior for a method without an evidence: the given one, or one learned beforehand.
+
+    It is learned by the evidence of ``Kron``, or of ``Diagonal`` where single weights are selected.
+    """
+    if problem.learn_prior:
+        method = Kron() if problem.network.selection.index is None else Diagonal()
+        return learn_precision(method.fit(problem, data, generator), tuner, data).problem.with_known_prior()
+    if tuner is not None:
+        raise UnsupportedError(
+            "this method has no evidence for a tuner to use, and the prior was given; leave out the tuner, or the "
+            "prior, which is then learned beforehand."
+        )
+    return problem
+
+
+def learn_precision(posterior: Posterior, tuner: Tuner | None, data: Data) -> Posterior:
+    """Return the posterior with its prior learned, starting near the optimum.
+
+    A tuner that varies hyperparameters around those of the evidence runs after the evidence.
+    """
+    tuned = start_near_optimum(posterior)
+    if tuner is None or follows_evidence(tuner):
+        default = SampleEM(mode="network") if posterior.is_sampled else MaximiseEvidence()
+        tuned = default(tuned)
+    if tuner is not None:
+        tuned = run_tuner(tuner, tuned, data)
+    tuned = _as_in_first_process(tuned, data.processes)
+    return tuned if tuned.trace is None else tuned.with_trace(tuned.trace.after(posterior.trace))
+
+
+def _as_in_first_process(posterior: Posterior, processes: Processes) -> Posterior:
+    """Return the posterior under the prior and noise of the first process: rounding may differ between machines."""
+    if processes.group is None or not posterior.provides(Posterior.with_noise):
+        return posterior
+    values, noise = posterior.problem.prior.values, posterior.noise
+    own = [values.detach()] if noise is None else [values.detach(), noise.detach()]
+    first = processes.copy_of_first(own)
+    if processes.all_true(all(map(torch.equal, own, first))):
+        return posterior
+    posterior = posterior.with_problem(posterior.problem.with_precisions(first[0]))
+    return posterior if noise is None else posterior.with_noise(first[1])
+
+
+def exact_component(
+    posterior: Posterior, data: Data, generator: torch.Generator | None
+) -> tuple[Posterior, float] | None:
+    """Return the exact posterior that the default for Gaussian noise averages with ``Kron``, and the factor of its V.
+
+    None if the problem is too large for it. ``Kron`` is too narrow where networks are trained for long, the exact
+    posterior where they are not. Of more than ``ROWS`` data it takes so many, drawn at random, each of which counts for
+    several: with all it would cost more than the training.
+    """
+    problem, statistics = posterior.problem, posterior.statistics
+    size, outputs = problem.network.selection.size, statistics.outputs
+    rows = statistics.data * outputs
+    if torch.Size(problem.network.output_shape).numel() > MANY:  # a backward pass for every output of every input
+        return None
+    counted = data.processes.all_true(not data.has_weights)  # a sum of weights does not say how many rows there are
+    small = size <= LARGEST or (counted and rows <= LARGEST)
+    method: Method = KernelSpace()
+    if small and ROWS * outputs < size and outputs <= FEW_OUTPUTS and 8 * ROWS * outputs * size <= MEMORY:
+        data = _draw_rows(problem.network, data, ROWS / statistics.data, generator)
+    elif size <= LARGEST:
+        method = Full()
+    elif not (small and rows <= size and 8 * rows * size <= MEMORY and data.processes.all_true(data.is_repeatable())):
+        return None
+    exact = learn_precision(method.fit(problem, data, generator), None, data)
+    apart = problem.network.normalised or statistics.data > 2 * ROWS
+    return exact, _agreed_scale(posterior, exact, data) if apart else 1.0
+
+
+def _draw_rows(network: Network, data: Data, share: float, generator: torch.Generator | None) -> Data:
+    """Return a share of the data, drawn at random and kept in memory, which count as often as all; all if it is one."""
+    generator = independent_generator(generator)
+    batches, total, kept = list[tuple[Inputs, Tensor, Tensor]](), 0.0, 0.0
+    for batch in data.batches("reading", weighted=True):
+        weights = torch.ones(batch.n_samples, dtype=torch.float64) if batch.weights is None else batch.weights
+        drawn = uniform((len(weights),), generator, weights) < share
+        total, kept = total + float(weights.sum()), kept + float(weights[drawn].sum())
+        rows = drawn.nonzero().flatten()
+        if len(rows):
+            targets = batch.targets[rows.to(batch.targets.device)]
+            batches.append((network.take(batch.inputs, rows), targets, weights[drawn]))
+    total, kept = (sum(data.processes.gather_values(number)) for number in (total, kept))
+    if not kept:
+        return data
+    each = total / kept
+    weighted = each != 1 or data.has_weights
+    source = [(x, Weighted(y, weights * each) if weighted else y) for x, y, weights in batches]
+    return Data(source, data.device, progress=data.progress, processes=data.processes)
+
+
+def _agreed_scale(posterior: Posterior, exact: Posterior, data: Data) -> float:
+    """Return the factor of the exact covariance that makes its median the geometric mean of both; 1 at most.
+
+    The exact variances compared are those at data left out: a datum of leverage h had V / (1 - h) without itself. Where
+    norms cancel the scale of weights, the evidence for that scale means little, and where few of the data are looked
+    at, directions that others determine are missing: the exact variances are then up to a hundred times too large.
+    """
+    # Not at the first batch: a process may have none.
+    for each in () if data.processes.is_single_process else (posterior, exact):
+        each.prepare()
+    variances, count = list[Tensor](), 0
+    phi = exact.problem.likelihood.noise_variance
+    assert phi is not None  # the noise is Gaussian
+    for batch in data.batches("comparing variances", weighted=True):
+        wide, own = (belief.variance.double() for belief in beliefs_at([posterior, exact], batch.inputs))
+        weights = 1.0 if batch.weights is None else expand_weights(batch.weights, own)
+        left_out = own / (1 - weights * own / phi.to(own)).clamp_min(SMALLEST_REST)
+        variances.append(torch.stack([wide.flatten(), left_out.flatten()], 1))
+        count += batch.n_samples
+        if count >= COMPARED:
+            break
+    everywhere = data.processes.gather_rows(torch.cat(variances) if variances else None)
+    assert everywhere is not None
+    wide, own = everywhere.median(0).values.tolist()
+    return math.sqrt(min(1.0, wide / own)) if own > 0 else 1.0
+
+
+def attach_findings(posterior: Any, data: Data, held_out: Data | None, more: tuple[str, ...] = ()) -> Any:
+    """Return the posterior with the remarks on the data of all processes, and ``more``, after those of its tuner."""
+    processes = data.processes
+    for each in () if processes.is_single_process else getattr(posterior, "members", (posterior,)):
+        each.prepare()  # so that a process can predict without the others
+    remarks = processes.gather_values((*data.findings, *(held_out.findings if held_out else ()), *more))
+    return with_findings(posterior, tuple(dict.fromkeys(remark for each in remarks for remark in each)))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lapwing.api import STEPS, FitInProgress, average
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, merge_batches
 from lapwing.data.processes import ALONE
@@ -19,7 +20,6 @@ from lapwing.decisions.conformal import PredictionSets, class_scores, conformal_
 from lapwing.decisions.evaluation import Evaluation, evaluation_of_parts
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
-from lapwing.fitting import STEPS, FitInProgress, average
 from lapwing.folds import (
     Rows,
     Split,

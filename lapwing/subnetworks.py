@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lapwing.api import problem_of
 from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.dense import full_curvature
 from lapwing.curvature.kronecker import BlockwiseCurvature, blockwise_sum
@@ -19,7 +20,6 @@ from lapwing.curvature.sweep import Seeds, Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import check_finite
 from lapwing.errors import ModelError, UnsupportedError
-from lapwing.fitting import problem_of
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg.dense import choose_most_explaining
 from lapwing.methods.diagonal import Diagonal
