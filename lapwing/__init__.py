@@ -18,13 +18,12 @@ from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lapwing.likelihoods.poisson import Poisson
 from lapwing.methods.diagonal import Diagonal
-from lapwing.methods.ekron import EKron
 from lapwing.methods.ella import ELLA
 from lapwing.methods.fmgp import FMGP
 from lapwing.methods.full import Full
 from lapwing.methods.hfl import HFL
 from lapwing.methods.kernel_space import KernelSpace
-from lapwing.methods.kron import Kron
+from lapwing.methods.kron import EKron, Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.valla import VaLLA

@@ -18,7 +18,6 @@ from lapwing.likelihoods.poisson import Poisson
 from lapwing.methods.base import Method, Requirements, Workload
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.dropout import MCDropout
-from lapwing.methods.ekron import EKron
 from lapwing.methods.ella import ELLA
 from lapwing.methods.ensemble import Ensemble
 from lapwing.methods.fmgp import FMGP
@@ -26,7 +25,7 @@ from lapwing.methods.full import Full
 from lapwing.methods.hfl import HFL
 from lapwing.methods.ivon import IVON
 from lapwing.methods.kernel_space import KernelSpace
-from lapwing.methods.kron import Kron
+from lapwing.methods.kron import EKron, Kron
 from lapwing.methods.low_rank import LowRank
 from lapwing.methods.map_only import MapOnly
 from lapwing.methods.mixture_of_laplace import MixtureOfLaplace
