@@ -23,7 +23,7 @@ class Diagonal(SumsData, Method):
 
     Args:
         curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), "empirical"
-            (from gradients at the targets of the data, see docs/methods/full.md), or None: exact up to 64 outputs of a
+            (from gradients at the targets, see docs/methods/weight_space.md), or None: exact up to 64 outputs of a
             sample, C or T C, and estimated above. The last linear layer is exact for all but "empirical".
         draws: The number of labels drawn for each datum where the curvature is estimated. The error falls as one over
             the root of data times draws; ``posterior.findings`` states it.

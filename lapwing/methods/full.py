@@ -28,7 +28,7 @@ class Full(SumsData, Method):
 
     Args:
         curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), "empirical"
-            (the sum of g gᵀ over gradients of the log-likelihood at the targets, see docs/methods/full.md) or "hessian"
+            (the sum of g gᵀ over gradients at the targets, see docs/methods/weight_space.md) or "hessian"
             (the Hessian of the loss, which need not be positive; a precision that is not positive definite raises
             ``NumericalError``).
         limit: The largest number of weights P that is accepted; the matrix takes 8 P² bytes. None accepts 30,000, and

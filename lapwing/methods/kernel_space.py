@@ -34,7 +34,7 @@ class KernelSpace(SumsData, Method):
 
     Args:
         limit: The largest nC (data times outputs) that is accepted.
-        curvature: "ggn", or "empirical" (from the gradients of the loss at the targets; see docs/methods/full.md).
+        curvature: "ggn", or "empirical" (from gradients at the targets, see docs/methods/weight_space.md).
 
     Raises:
         UnsupportedError: If a setting is not one of the above; in ``fit``, if nC is above ``limit``.

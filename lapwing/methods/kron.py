@@ -57,7 +57,7 @@ class Kron(SumsData, _Kronecker):
 
     Args:
         curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), "empirical"
-            (from gradients at the targets of the data, see docs/methods/full.md), or None: exact up to 64 outputs of a
+            (from gradients at the targets, see docs/methods/weight_space.md), or None: exact up to 64 outputs of a
             sample, C or T C, and estimated above. The last linear layer is exact for all but "empirical".
         sharing: How to treat a weight that is used at many positions (pixels, tokens, time steps). "expand" treats
             positions as further data; "reduce" first sums the gradients and averages the inputs over them.

@@ -33,7 +33,7 @@ class LowRank(Method):
         block: The number of vectors that are multiplied by the GGN at a time.
         tolerance: The residual of an eigenpair, relative to the largest eigenvalue, at which the iteration stops. The
             largest residual reached is ``posterior.curvature.residual``.
-        curvature: "ggn", or "empirical" (from the gradients of the loss at the targets; see docs/methods/full.md).
+        curvature: "ggn", or "empirical" (from gradients at the targets, see docs/methods/weight_space.md).
 
     Raises:
         UnsupportedError: If a setting is not a positive number, or ``curvature`` is not one of the above.

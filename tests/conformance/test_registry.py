@@ -1,7 +1,9 @@
-"""No registered method is left out of a suite without a reason, and each has a page and a cost."""
+"""No registered method is left out of a suite without a reason, and each has a section of a page and a cost."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from lapwing.methods.base import Method
 from lapwing.registry import METHODS, find_method
 from tests.conformance import declared
 
-PAGES = Path(__file__).parents[2] / "docs" / "methods"
+FOLDER = Path(__file__).parents[2] / "docs" / "methods"
+PAGES = [page.read_text(encoding="utf-8") for page in sorted(FOLDER.glob("*.md"))]
 
 
 @pytest.mark.parametrize("suite", declared.SUITES)
@@ -55,9 +58,11 @@ def test_a_name_stands_for_the_method_with_its_default_settings(name: str) -> No
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_has_a_page(name: str) -> None:
-    text = (PAGES / f"{name}.md").read_text()
-    assert text.startswith(f"# {METHODS[name].__name__}\n")
+def test_one_page_has_a_section_of_the_method_and_names_every_setting(name: str) -> None:
+    heading = re.compile(rf"^##? {METHODS[name].__name__}$", re.MULTILINE)
+    (text,) = (text for text in PAGES if heading.search(text))
+    settings = [each.name for each in dataclasses.fields(METHODS[name]) if each.init]
+    assert not [each for each in settings if f"`{each}`" not in text]
 
 
 @pytest.mark.parametrize("name", METHODS)

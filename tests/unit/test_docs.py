@@ -16,14 +16,12 @@ from effective_parameters import GAMMA, effective_parameters_picture
 from torch import nn
 
 import lapwing as lw
-from lapwing.registry import METHODS
 from tests.pages import DOCS, PAGES, examples, named, pages_with_examples, run_examples
 from tests.pixels import drawn, inked, share
 
-# Every Python example under docs/ runs, every link leads somewhere, every method page has the same sections.
+# Every Python example under docs/ runs, every link leads somewhere.
 
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-SECTIONS = ["What it computes", "When it is exact", "Cost", "Settings", "Example", "Pitfalls", "Reference"]
 
 
 @pytest.mark.parametrize("page", pages_with_examples(integrations=False), ids=named)
@@ -39,13 +37,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "methods").glob("*.md")), ids=named)
-def test_method_pages_have_the_same_sections(page: Path) -> None:
-    matches = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert matches == SECTIONS
-
-
-def test_every_method_has_a_page() -> None:
-    assert set(METHODS) == {path.stem for path in (DOCS / "methods").glob("*.md")}
+def test_a_page_of_methods_has_an_example_and_ends_with_references(page: Path) -> None:
+    sections = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert "Example" in sections
+    assert sections[-1] in ("Reference", "References")
 
 
 PARTS = [source for _, source in examples(DOCS / "extending.md") if re.search("^class (?!Sinh)", source, re.MULTILINE)]
