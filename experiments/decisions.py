@@ -14,8 +14,16 @@ from experiments.decision_tasks import CLASSES, Simulated, simulated
 from experiments.detection import detected, posteriors, prepared
 from experiments.engine.contract import Record
 from experiments.options import Progress
-from lapwing.decisions.conformal import class_scores, conformal_quantile, number_scale, row_shares
-from lapwing.decisions.thresholds import SCORES, Detector, score_inputs, threshold_tests
+from lapwing.decisions.guarantees import (
+    SCORES,
+    Detector,
+    class_scores,
+    conformal_quantile,
+    number_scale,
+    row_shares,
+    score_inputs,
+    threshold_tests,
+)
 from lapwing.demo.training import TrainingSettings
 from lapwing.errors import LapwingError
 

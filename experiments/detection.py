@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing import metrics
-from lapwing.decisions.thresholds import BASE, SCALED, SCORES
+from lapwing.decisions.guarantees import BASE, SCALED, SCORES
 from lapwing.demo.tasks import shuffle_pixels
 from lapwing.demo.training import TrainingSettings, batches, optimise, train_mlp
 from lapwing.errors import LapwingError

@@ -16,8 +16,8 @@ from lapwing.api import STEPS, FitInProgress, average
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, merge_batches
 from lapwing.data.processes import ALONE
-from lapwing.decisions.conformal import PredictionSets, class_scores, conformal_rank, row_shares
 from lapwing.decisions.evaluation import Evaluation, evaluation_of_parts
+from lapwing.decisions.guarantees import PredictionSets, class_scores, conformal_rank, row_shares
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.folds import (

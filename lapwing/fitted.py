@@ -35,9 +35,8 @@ from lapwing.tuners.offsets import with_findings, with_held_out
 from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, Query, differentiable_beliefs, isolate, pixels
 
 if TYPE_CHECKING:
-    from lapwing.decisions.conformal import ConformalIntervals, ConformalSets
     from lapwing.decisions.evaluation import Evaluation
-    from lapwing.decisions.thresholds import Abstention, Detector
+    from lapwing.decisions.guarantees import Abstention, ConformalIntervals, ConformalSets, Detector
     from lapwing.modules import ClosedForm, Predicting
     from lapwing.report.page import Report
 
@@ -472,10 +471,10 @@ class Fitted:
         >>> [row.name for row in evaluation.rows]
         ['nll', 'accuracy', 'brier', 'ece', 'classwise_ece', 'adaptive_ece', 'aurc']
         """
-        from lapwing.decisions.evaluation import evaluation_of
+        from lapwing.decisions.evaluation import evaluation_of_parts
 
-        return evaluation_of(
-            self, data, level=level, confidence=confidence, resamples=resamples, target_key=target_key,
+        return evaluation_of_parts(
+            [(self, data)], level=level, confidence=confidence, resamples=resamples, target_key=target_key,
             progress=progress, generator=generator,
         )  # fmt: skip
 
@@ -539,7 +538,7 @@ class Fitted:
         >>> sets.predict(x).members.shape
         torch.Size([60, 2])
         """
-        from lapwing.decisions.conformal import conformal_of
+        from lapwing.decisions.guarantees import conformal_of
 
         return conformal_of(
             self, calibration, level, score=score, groups=groups, target_key=target_key, progress=progress, seed=seed
@@ -599,7 +598,7 @@ class Fitted:
         >>> rule.answers(x).answered.shape
         torch.Size([400])
         """
-        from lapwing.decisions.thresholds import abstention_of
+        from lapwing.decisions.guarantees import abstention_of
 
         return abstention_of(
             self, calibration, risk, confidence, by=by, tolerance=tolerance, target_key=target_key, progress=progress
@@ -652,7 +651,7 @@ class Fitted:
         >>> posterior.ood(x[1::2]).flags(torch.tensor([[0.0], [99.0]]))
         tensor([False,  True])
         """
-        from lapwing.decisions.thresholds import detector_of
+        from lapwing.decisions.guarantees import detector_of
 
         return detector_of(self, calibration, by=by, rate=rate, target_key=target_key, progress=progress)
 

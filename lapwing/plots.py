@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -198,15 +198,6 @@ def _refuse_outside(y: Tensor, most: int) -> None:
         )
 
 
-@runtime_checkable
-class HasNumbers(Protocol):
-    """An evaluation of a posterior: numbers of every datum under it and under the plain network."""
-
-    columns: tuple[str, ...]  # what the numbers are
-    posterior_numbers: Tensor | None  # (data, columns)
-    plain_numbers: Tensor | None
-
-
 @dataclass(frozen=True, eq=False)
 class Residuals:
     """Targets of predicted numbers, (N,) each: the probability of a lower one, standard deviation and error."""
@@ -217,26 +208,8 @@ class Residuals:
 
 
 def separate(prediction: Any) -> Any:
-    """Return the plain network and the posterior of an evaluation by name; anything else as it is.
-
-    Raises:
-        DataError: The evaluation was read from a file, which holds no single data.
-    """
-    if not isinstance(prediction, HasNumbers):
-        return prediction
-    if prediction.posterior_numbers is None or prediction.plain_numbers is None:
-        raise DataError("the evaluation has no numbers of single data; expected one that evaluate() returned.")
-    column = lambda numbers, name: numbers[:, prediction.columns.index(name)]
-    both = {"plain network": prediction.plain_numbers, "posterior": prediction.posterior_numbers}
-    if "probability" in prediction.columns:  # of binary labels: confidence in the guess would hide a bias
-        return {
-            name: AnswerProbabilities(column(n, "probability"), column(n, "label"), False) for name, n in both.items()
-        }
-    if "confidence" in prediction.columns:
-        return {
-            name: AnswerProbabilities(column(n, "confidence"), column(n, "correct"), True) for name, n in both.items()
-        }
-    return {name: Residuals(*(column(n, part) for part in ("pit", "std", "error"))) for name, n in both.items()}
+    """Return the plain network and the posterior of an evaluation by name; anything else as it is."""
+    return prediction.by_network if hasattr(prediction, "by_network") else prediction
 
 
 @dataclass(frozen=True)

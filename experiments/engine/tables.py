@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from experiments.engine.contract import Record
-from lapwing.demo.result import align_columns, number
+from lapwing.decisions.collecting import align_columns
+from lapwing.demo.result import number
 from lapwing.errors import LapwingError
 
 EXTRA = ("seconds", "peak")  # of a record, shown like scores where a column asks for them

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 from argparse import ArgumentParser, Namespace
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lapwing
 from lapwing.cli.data import Reader, Roles
 from lapwing.cli.models import import_model, load_posterior
+from lapwing.decisions.collecting import json_values
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.networks.selection import Weights, named
@@ -40,24 +40,9 @@ class Outcome:
           "nll": null
         """
         versions = {"lapwing": lapwing.__version__, "torch": str(torch.__version__)}
-        return json.dumps(plain({"command": command, "versions": versions, **self.facts}), indent=2, allow_nan=False)
-
-
-def plain(value: object) -> object:
-    """Return a value as JSON can hold it: tensors become lists, paths become text, numbers that are not finite None.
-
-    >>> plain({"mean": torch.tensor([1.0, float("inf")]), "out": Path("net.lapwing")})
-    {'mean': [1.0, None], 'out': 'net.lapwing'}
-    """
-    if isinstance(value, Tensor):
-        return plain(value.detach().tolist())
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    if isinstance(value, Path):
-        return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return json.dumps(
+            json_values({"command": command, "versions": versions, **self.facts}), indent=2, allow_nan=False
+        )
 
 
 def add_subset(parser: ArgumentParser) -> None:

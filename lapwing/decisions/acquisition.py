@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,8 +50,8 @@ def choose_inputs(
         numbers, inputs = _candidates(posterior, batches, kept)
         _refuse_fewer(len(numbers), n)
         few = samples == 0 or (samples is None and len(numbers) * outputs <= EXACT)
-        information = _by_covariance(posterior, inputs) if few else _by_functions(posterior, inputs, samples)
-        return numbers[greedy_information(information, n).cpu()]
+        blocks = _by_covariance(posterior, inputs) if few else _by_functions(posterior, inputs, samples)
+        return numbers[greedy_information(*blocks, n).cpu()]
 
 
 def _refuse_fewer(count: int, n: int) -> None:
@@ -126,51 +125,31 @@ def _one_batch(parts: list[Inputs]) -> Inputs:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Information:
-    """M = Rᵀ K R by blocks: K the covariance of the outputs of m inputs, R the root of their Fisher information.
-
-    Args:
-        blocks: M, (m, k, m, k).
-    """
-
-    blocks: Tensor
-
-    def diagonal(self) -> Tensor:
-        """Return the blocks of each input with itself, (m, k, k) in float64."""
-        each = torch.arange(len(self.blocks), device=self.blocks.device)
-        return self.blocks[each, :, each]
-
-    def row(self, number: int) -> Tensor:
-        """Return the blocks of one input with all, (k, m, k)."""
-        return self.blocks[number].clone()
+# The diagonal blocks (m, k, k) of M = Rᵀ K R, with K the covariance of the outputs of m inputs and R the root of their
+# Fisher information, and the function that returns the blocks of one input with all, (k, m, k).
+Blocks = tuple[Tensor, Callable[[int], Tensor]]
 
 
-@dataclass(frozen=True, eq=False)
-class DrawnInformation:
-    """The same matrix for drawn functions, never formed.
-
-    Args:
-        features: Rᵀ d / √(S - 1) of the deviations d of S functions from their mean, (m, k, S).
-    """
-
-    features: Tensor
-
-    def diagonal(self) -> Tensor:
-        return self.features @ self.features.mT
-
-    def row(self, number: int) -> Tensor:
-        return torch.einsum("ks,mls->kml", self.features[number], self.features)
+def matrix_blocks(matrix: Tensor) -> Blocks:
+    """Return the blocks of M (m, k, m, k)."""
+    each = torch.arange(len(matrix), device=matrix.device)
+    return matrix[each, :, each], lambda number: matrix[number].clone()
 
 
-def _by_covariance(posterior: Fitted, inputs: Inputs) -> Information:
+def feature_blocks(features: Tensor) -> Blocks:
+    """Return the blocks of M = F Fᵀ, which is not formed, for features F (m, k, S)."""
+    return features @ features.mT, lambda number: torch.einsum("ks,mls->kml", features[number], features)
+
+
+def _by_covariance(posterior: Fitted, inputs: Inputs) -> Blocks:
     belief = posterior.posterior(inputs, True)
     root = root_of(posterior, belief.mean)  # (m, C, k)
     joint = belief.cov.double().reshape(*root.shape[:2], *root.shape[:2])
-    return Information(torch.einsum("bkad,adl->bkal", torch.einsum("bck,bcad->bkad", root, joint), root))
+    return matrix_blocks(torch.einsum("bkad,adl->bkal", torch.einsum("bck,bcad->bkad", root, joint), root))
 
 
-def _by_functions(posterior: Fitted, inputs: Inputs, samples: int | None) -> Information | DrawnInformation:
+def _by_functions(posterior: Fitted, inputs: Inputs, samples: int | None) -> Blocks:
+    """Return the blocks for Rᵀ d / √(S - 1) of the deviations d of S drawn functions from their mean."""
     posterior.base.require(Posterior.function_samples, "function samples; give samples=0")
     generator = torch.Generator(posterior.network.device).manual_seed(0)
     try:
@@ -181,10 +160,10 @@ def _by_functions(posterior: Fitted, inputs: Inputs, samples: int | None) -> Inf
         return _by_covariance(posterior, inputs)
     root = root_of(posterior, drawn.mean(0))
     steps = (drawn - drawn.mean(0)) / math.sqrt(len(drawn) - 1)
-    return DrawnInformation(torch.einsum("bck,sbc->bks", root, steps))
+    return feature_blocks(torch.einsum("bck,sbc->bks", root, steps))
 
 
-def greedy_information(information: Information | DrawnInformation, n: int) -> Tensor:
+def greedy_information(diagonal: Tensor, row: Callable[[int], Tensor], n: int) -> Tensor:
     r"""Return n of m blocks, in the order in which each adds most to log det(I + M) of the chosen blocks.
 
     A pivoted Cholesky factorisation of I + M by blocks: the gain of block i is log det(I + S_ii), with S the
@@ -193,13 +172,12 @@ def greedy_information(information: Information | DrawnInformation, n: int) -> T
     Cost: n² m k³ multiplications besides the rows of M; memory for n m k² numbers.
 
     >>> matrix = torch.tensor([[4.0, 3.9, 0.0], [3.9, 3.9, 0.0], [0.0, 0.0, 1.0]])
-    >>> greedy_information(Information(matrix.reshape(3, 1, 3, 1)), 2).tolist()
+    >>> greedy_information(*matrix_blocks(matrix.reshape(3, 1, 3, 1)), 2).tolist()
     [0, 2]
     """
-    complement = information.diagonal()
-    count, size, _ = complement.shape
-    eye = torch.eye(size, dtype=complement.dtype, device=complement.device)
-    complement = complement + eye
+    count, size, _ = diagonal.shape
+    eye = torch.eye(size, dtype=diagonal.dtype, device=diagonal.device)
+    complement = diagonal + eye
     rows = complement.new_zeros(n * size, count, size)
     free = torch.ones(count, dtype=torch.bool, device=complement.device)
     order = []
@@ -210,7 +188,7 @@ def greedy_information(information: Information | DrawnInformation, n: int) -> T
         order.append(best)
         free[best] = False
         before = rows[: step * size]
-        across = information.row(best) - torch.einsum("tk,tml->kml", before[:, best], before)
+        across = row(best) - torch.einsum("tk,tml->kml", before[:, best], before)
         across[:, best] += eye
         pivot = across[:, best]
         lower = torch.linalg.cholesky(0.5 * (pivot + pivot.mT))

@@ -6,7 +6,8 @@ A loader that shuffles gives other rows at the next pass, so predictions and tar
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,16 +42,32 @@ def interval_text(each: ScoreInterval) -> str:
     return f"{each.value:.4g} [{each.low:.3g}, {each.high:.3g}]"
 
 
-def align_columns(table: Iterable[tuple[str, ...]]) -> list[str]:
-    """Return the rows of a table as lines: the first column on the left, the others on the right.
+def align_columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return the rows of a table as lines with columns of equal width, the first ``left`` columns flush left.
 
     >>> align_columns([("score", "value"), ("nll", "0.5")])
     ['score  value', 'nll      0.5']
     """
-    rows = list(table)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    pad = lambda i, cell: cell.ljust(widths[i]) if i == 0 else cell.rjust(widths[i])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = lambda i, cell: cell.ljust(widths[i]) if i < left else cell.rjust(widths[i])
     return ["  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def json_values(value: Any) -> Any:
+    """Return a value as JSON can hold it: tensors become lists, paths become text, numbers that are not finite None.
+
+    >>> json_values({"mean": torch.tensor([1.0, float("inf")]), "out": Path("net.lapwing")})
+    {'mean': [1.0, None], 'out': 'net.lapwing'}
+    """
+    if isinstance(value, Tensor):
+        return json_values(value.detach().tolist())
+    if isinstance(value, Mapping):
+        return {str(name): json_values(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(value: Any, path: str | Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from lapwing.decisions.collecting import (
 )
 from lapwing.errors import DataError
 from lapwing.metrics import Calibration, RiskCoverage, ScoreInterval, calibration, risk_coverage
+from lapwing.plots import AnswerProbabilities, Residuals
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.sampled import PointPosterior
 from lapwing.predictives.scores import LEVELS, ClassSums, Numbers, Score, Scoring
@@ -345,9 +346,9 @@ class Evaluation:
     confidence: float
     seconds: float
     plain_seconds: float
-    columns: tuple[str, ...] = field(default=(), repr=False)
-    posterior_numbers: Tensor | None = field(default=None, repr=False, compare=False)  # (data, columns)
-    plain_numbers: Tensor | None = field(default=None, repr=False, compare=False)
+    columns: tuple[str, ...] = field(repr=False)
+    posterior_numbers: Tensor = field(repr=False, compare=False)  # (data, columns)
+    plain_numbers: Tensor = field(repr=False, compare=False)
     classes: tuple[ClassFrequency, ...] = field(default=(), repr=False)
     findings: tuple[str, ...] = ()
     class_count: int = 0
@@ -395,7 +396,7 @@ class Evaluation:
         Of classes confidence and accuracy, of binary labels the probability and the frequency of one, and of numbers
         levels and coverages.
         """
-        return {name: self._binned(numbers) for name, numbers in self._each()}
+        return {name: _binned(found) for name, found in self.by_network.items()}
 
     @cached_property
     def curve(self) -> dict[str, RiskCoverage]:
@@ -403,30 +404,20 @@ class Evaluation:
 
         The risk is the share of wrong answers, and for numbers the mean squared error.
         """
-        return {name: risk_coverage(*self._uncertain(numbers)) for name, numbers in self._each()}
+        return {name: _curve(found) for name, found in self.by_network.items()}
 
-    def _each(self) -> Iterator[tuple[str, Tensor]]:
-        if self.posterior_numbers is None or self.plain_numbers is None:
-            raise DataError("this evaluation was read from a file, which holds scores and no single data.")
-        yield "posterior", self.posterior_numbers
-        yield PLAIN, self.plain_numbers
+    @property
+    def by_network(self) -> dict[str, AnswerProbabilities | Residuals]:
+        """The single data under the plain network and under the posterior, by name."""
+        return {PLAIN: self._data(self.plain_numbers), "posterior": self._data(self.posterior_numbers)}
 
-    def _column(self, numbers: Tensor, name: str) -> Tensor:
-        return numbers[:, self.columns.index(name)]
-
-    def _binned(self, numbers: Tensor) -> Calibration:
-        if "probability" in self.columns:
-            return calibration(self._column(numbers, "probability"), self._column(numbers, "label"))
+    def _data(self, numbers: Tensor) -> AnswerProbabilities | Residuals:
+        column = lambda name: numbers[:, self.columns.index(name)]
+        if "probability" in self.columns:  # of binary labels: confidence in the guess would hide a bias
+            return AnswerProbabilities(column("probability"), column("label"), of_classes=False)
         if "confidence" in self.columns:
-            return calibration(self._column(numbers, "confidence"), self._column(numbers, "correct"))
-        levels = torch.tensor(LEVELS, dtype=torch.float64)
-        inside = (2 * self._column(numbers, "pit") - 1).abs().unsqueeze(1) <= levels
-        return Calibration(levels, inside.double().mean(0), torch.full_like(levels, 1 / len(levels)))
-
-    def _uncertain(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        if "confidence" in self.columns:
-            return 1 - self._column(numbers, "confidence"), 1 - self._column(numbers, "correct")
-        return self._column(numbers, "std"), self._column(numbers, "error").square()
+            return AnswerProbabilities(column("confidence"), column("correct"), of_classes=True)
+        return Residuals(column("pit"), column("std"), column("error"))
 
     def to_json(self) -> dict[str, Any]:
         """Return all scores as plain values, which JSON holds."""
@@ -464,22 +455,28 @@ class Evaluation:
         return draw(self, ax=ax)
 
 
-def evaluation_of(
-    posterior: Fitted, data: Iterable[object], *, level: float, confidence: float, resamples: int,
-    target_key: str | None, progress: bool | None, generator: torch.Generator | None,
-) -> Evaluation:  # fmt: skip
-    """Return the scores of a posterior beside the plain network's; see ``Fitted.evaluate``."""
-    return evaluation_of_parts(
-        [(posterior, data)], level=level, confidence=confidence, resamples=resamples, target_key=target_key,
-        progress=progress, generator=generator,
-    )  # fmt: skip
+def _binned(found: AnswerProbabilities | Residuals) -> Calibration:
+    if isinstance(found, AnswerProbabilities):
+        return calibration(found.probability, found.true)
+    levels = torch.tensor(LEVELS, dtype=torch.float64)
+    inside = (2 * found.pit - 1).abs().unsqueeze(1) <= levels
+    return Calibration(levels, inside.double().mean(0), torch.full_like(levels, 1 / len(levels)))
+
+
+def _curve(found: AnswerProbabilities | Residuals) -> RiskCoverage:
+    if isinstance(found, AnswerProbabilities):
+        return risk_coverage(found.uncertainty, found.wrong)
+    return risk_coverage(found.std, found.error.square())
 
 
 def evaluation_of_parts(
     parts: Sequence[tuple[Fitted, Iterable[object]]], *, level: float, confidence: float, resamples: int,
     target_key: str | None, progress: bool | None, generator: torch.Generator | None,
 ) -> Evaluation:  # fmt: skip
-    """Return scores of posteriors, each on its own data, beside their plain networks, as those of one posterior."""
+    """Return scores of posteriors, each on its own data, beside their plain networks, as those of one posterior.
+
+    See ``Fitted.evaluate``.
+    """
     posterior = parts[0][0]
     pairs = [{"posterior": (each, each.posterior), PLAIN: (each, plain_of(each))} for each, _ in parts]
     found = score_posteriors(pairs, [data for _, data in parts], level, target_key, progress)

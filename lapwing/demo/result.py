@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import lapwing
+from lapwing.decisions.collecting import align_columns
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -85,17 +86,6 @@ def table(result: Result) -> str:
         last = row.group
     text = align_columns(lines, left=2) if grouped else align_columns([line[1:] for line in lines], left=1)
     return "\n".join([result.experiment, *text, *(f"  {note}" for note in result.notes)])
-
-
-def align_columns(lines: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return lines with columns of equal width, the first ``left`` columns flush left.
-
-    >>> align_columns([["", "NLL"], ["plain", "1.2"]], left=1)
-    ['       NLL', 'plain  1.2']
-    """
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    pad = lambda i, cell: cell.ljust(widths[i]) if i < left else cell.rjust(widths[i])
-    return ["  ".join(pad(i, cell) for i, cell in enumerate(line)).rstrip() for line in lines]
 
 
 def number(value: float) -> str:

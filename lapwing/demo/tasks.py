@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing import metrics
-from lapwing.decisions.thresholds import default_score, score_inputs
+from lapwing.decisions.guarantees import default_score, score_inputs
 from lapwing.demo.result import ExperimentReport, Result, Row, mean_scores, plain, save
 from lapwing.demo.training import (
     PLAIN,

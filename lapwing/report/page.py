@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lapwing import plots
+from lapwing.decisions.collecting import json_values
 from lapwing.decisions.evaluation import Compared, Evaluation
 from lapwing.errors import LapwingError, UnsupportedError
 from lapwing.plots import (
@@ -159,7 +160,7 @@ def write_page(
     scores = {key: value for key, value in evaluation.to_json().items() if not key.endswith("seconds")}
     shown = {"measure": looked.measure, "among": looked.count,
              "rows": [{k: v for k, v in asdict(row).items() if k != "image"} for row in looked.rows]}  # fmt: skip
-    numbers = replace_nonfinite({
+    numbers = json_values({
         "title": source.title, "date": source.date, "verdict": verdict.sentences,
         "answers": [asdict(answer) for answer in verdict.answers], "evaluation": scores, **numbers,
         "uncertain": shown, **about,
@@ -227,19 +228,6 @@ def number(value: float) -> str:
     ('−0.1235', '1.235e+06')
     """
     return f"{value:.4g}".replace("-", "−") if abs(value) >= 1e-4 or not value else f"{value:.1e}".replace("-", "−")
-
-
-def replace_nonfinite(value: Any) -> Any:
-    """Return plain values that JSON holds: numbers that are not finite become None.
-
-    >>> replace_nonfinite({"a": (1.0, float("nan"))})
-    {'a': [1.0, None]}
-    """
-    if isinstance(value, dict):
-        return {str(key): replace_nonfinite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [replace_nonfinite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def embed_json(numbers: Any) -> str:
