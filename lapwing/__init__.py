@@ -13,10 +13,8 @@ from lapwing.data import samples
 from lapwing.ensembles import train_ensemble
 from lapwing.errors import LapwingError
 from lapwing.fitted import Fitted
-from lapwing.likelihoods.bernoulli import Bernoulli
-from lapwing.likelihoods.categorical import Categorical
-from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
-from lapwing.likelihoods.poisson import Poisson
+from lapwing.likelihoods.labels import Bernoulli, Categorical
+from lapwing.likelihoods.numbers import Gaussian, HeteroscedasticGaussian, Poisson
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.ella import ELLA
 from lapwing.methods.fmgp import FMGP

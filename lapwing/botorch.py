@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lapwing.api import fit
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
-from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.likelihoods.numbers import Gaussian
 from lapwing.linalg.dense import eigh
 from lapwing.methods.kernel_space import KernelSpace
 from lapwing.networks.passes import outputs_along

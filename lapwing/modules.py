@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from lapwing.data.inputs import call_model, wants_slopes
 from lapwing.errors import UnsupportedError
-from lapwing.likelihoods.bernoulli import Bernoulli
-from lapwing.likelihoods.categorical import Categorical
-from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.likelihoods.labels import Bernoulli, Categorical
+from lapwing.likelihoods.numbers import Gaussian
 from lapwing.linalg.dense import eigh
 from lapwing.networks.forward import pick_output, refuse_training_mode
 from lapwing.networks.linear_jacobian import LinearJacobian

@@ -11,10 +11,8 @@ from torch import nn
 
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.likelihoods.bernoulli import Bernoulli
-from lapwing.likelihoods.categorical import Categorical
-from lapwing.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
-from lapwing.likelihoods.poisson import Poisson
+from lapwing.likelihoods.labels import Bernoulli, Categorical
+from lapwing.likelihoods.numbers import Gaussian, HeteroscedasticGaussian, Poisson
 from lapwing.methods.base import Method, Requirements, Workload
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.dropout import MCDropout

@@ -15,8 +15,8 @@ from torch import Tensor
 from lapwing.data.batches import Data
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.likelihoods.categorical import Categorical
-from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.likelihoods.labels import Categorical
+from lapwing.likelihoods.numbers import Gaussian
 from lapwing.methods.base import Method
 from lapwing.methods.diagonal import Diagonal
 from lapwing.methods.ella import ELLA

@@ -58,20 +58,6 @@ def most_rows(size: int, limit: int) -> int:
     return 0 if size < FEWEST else min(size // 2, limit**2 // size)
 
 
-def factor_numbers(size: int, rows: int, limit: int) -> int:
-    """Return how many numbers a factor of this size has after so many rows."""
-    if rows <= most_rows(size, limit):
-        return rows * size
-    return size**2 if size <= limit else size
-
-
-def decomposition_work(size: int, rows: int, limit: int) -> float:
-    """Return the work to decompose a factor after so many rows, with one for the cube of the size of a matrix."""
-    if rows <= most_rows(size, limit):
-        return rows**3 + 0.4 * rows**2 * size
-    return float(size) ** 3 if size <= limit else 0.0
-
-
 @dataclass(frozen=True, eq=False)
 class Spectrum:
     """Eigenvalues (G, m) of a factor, one for each part of their basis."""
@@ -570,9 +556,6 @@ class DiagonalBlock(BlockCurvature):
     def only_diagonal(self) -> Tensor:
         return self.values
 
-    def __add__(self, other: DiagonalBlock) -> DiagonalBlock:
-        return DiagonalBlock(self.values + other.values)
-
     def sum_with(self, others: Sequence[DiagonalBlock], weights: Tensor) -> DiagonalBlock:
         return DiagonalBlock(weighted_sum([self.values, *(block.values for block in others)], weights))
 
@@ -657,9 +640,6 @@ class FullBlock(BlockCurvature):
     """The whole H of one block, (p, p)."""
 
     matrix: Tensor
-
-    def __add__(self, other: FullBlock) -> FullBlock:
-        return FullBlock(self.matrix + other.matrix)
 
     def sum_with(self, others: Sequence[FullBlock], weights: Tensor) -> FullBlock:
         return FullBlock(weighted_sum([self.matrix, *(block.matrix for block in others)], weights))

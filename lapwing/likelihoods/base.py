@@ -284,6 +284,10 @@ class LogitLikelihood(Likelihood):
     def has_logits(self) -> bool:
         return True
 
+    @property
+    def refused_last(self) -> Mapping[str, str]:
+        return leave_out("logits", "sigmoid", "hardsigmoid", "softmax")
+
     @cached_property
     def dispersion(self) -> Tensor:
         return torch.as_tensor(self.temperature, dtype=torch.float64)
@@ -341,6 +345,12 @@ def offset_of(link_offset: Numbers | None, weights: Numbers | None) -> Tensor | 
         weights = torch.as_tensor(weights, dtype=torch.float64)
         parts.append(-torch.where(weights > 0, weights, 1.0).log())
     return sum(parts[1:], parts[0]) if parts else None
+
+
+def leave_out(expected: str, *operations: str) -> dict[str, str]:
+    """Return the advice to leave these last operations out of the network, for ``Likelihood.refused_last``."""
+    advice = f"expected {expected}. Leave it out of the model: model[:-1] of a Sequential that ends in it."
+    return dict.fromkeys(operations, advice)
 
 
 def check_offset(likelihood: LogitLikelihood, count: int) -> None:

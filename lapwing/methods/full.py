@@ -44,7 +44,7 @@ class Full(SumsData, Method):
     Exact when: always, for the GGN or the Hessian; "fisher_mc" on average.
 
     >>> from lapwing.api import fit
-    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> from lapwing.likelihoods.numbers import Gaussian
     >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
     >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=Full(), prior=1.0).functions(x).std
     tensor([[0.8165],

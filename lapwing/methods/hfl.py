@@ -532,7 +532,7 @@ class HFL(Method):
     with the GGN for each iteration and all outputs together; "pretrained", one more forward pass.
 
     >>> from lapwing.api import fit
-    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> from lapwing.likelihoods.numbers import Gaussian
     >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
     >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=HFL("linearised"), prior=1.0).functions(x).std
     tensor([[0.8165],

@@ -76,7 +76,7 @@ class Kron(SumsData, _Kronecker):
     Exact when: one linear layer with a Gaussian likelihood; one datum within each block without sharing.
 
     >>> from lapwing.api import fit
-    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> from lapwing.likelihoods.numbers import Gaussian
     >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
     >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=Kron(), prior=1.0).functions(x).std
     tensor([[0.8165],
@@ -155,7 +155,7 @@ class EKron(_Kronecker):
     Exact when: wherever ``Kron`` is exact. The trace of every block is always exact.
 
     >>> from lapwing.api import fit
-    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> from lapwing.likelihoods.numbers import Gaussian
     >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
     >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=EKron(), prior=1.0).functions(x).std
     tensor([[0.8165],

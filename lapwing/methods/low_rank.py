@@ -43,7 +43,7 @@ class LowRank(Method):
     Exact when: ``rank`` is at least the rank of the GGN.
 
     >>> from lapwing.api import fit
-    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> from lapwing.likelihoods.numbers import Gaussian
     >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
     >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=LowRank(rank=2), prior=1.0).functions(x).std
     tensor([[0.8165],

@@ -77,7 +77,7 @@ class Sampled(Method):
     Exact when: never, but variances have a relative standard error of sqrt(2 / num_samples), whatever the network.
 
     >>> from lapwing.api import fit
-    >>> from lapwing.likelihoods.gaussian import Gaussian
+    >>> from lapwing.likelihoods.numbers import Gaussian
     >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
     >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=Sampled(num_samples=64), prior=1.0).functions(x).std.shape
     torch.Size([2, 1])

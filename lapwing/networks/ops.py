@@ -223,13 +223,13 @@ register(
     Operation("UpsampleNearest2DBackward0", rows=row_wise, gradient=New(pull.upsample_nearest)),
     *_alike("PixelShuffle UpsampleBilinear2D", rows=row_wise),
     # Products with a weight.
-    Operation("MmBackward0", data_operand=0, gradient=New(pull.pull_mm), uses=rules.use_mm),
-    Operation("AddmmBackward0", data_operand=1, gradient=New(pull.pull_addmm), uses=rules.use_addmm),
+    Operation("MmBackward0", data_operand=0, gradient=New(pull.pull_mm, 0), uses=rules.use_mm),
+    Operation("AddmmBackward0", data_operand=1, gradient=New(pull.pull_addmm, 1), uses=rules.use_addmm),
     Operation("LinearBackward0", data_operand=0),
     Operation(
         "ConvolutionBackward0",
         data_operand=0,
-        gradient=New(pull.pull_convolution),
+        gradient=New(pull.pull_convolution, 0),
         uses=rules.use_convolution,
         seed_by_seed=lambda node, on_cpu: on_cpu,  # batched convolutions are slow on a CPU
     ),
@@ -260,7 +260,7 @@ register(
     *_alike(
         "NativeBatchNorm CudnnBatchNorm",
         data_operand=0,
-        gradient=New(pull.pull_batch_norm),
+        gradient=New(pull.pull_batch_norm, 0),
         uses=rules.use_batch_norm,
         norm=rules.batch_norm_statistics,
     ),
@@ -273,14 +273,14 @@ register(
     Operation(
         "NativeLayerNormBackward0",
         rows=along_layer_norm,
-        gradient=New(pull.pull_layer_norm),
+        gradient=New(pull.pull_layer_norm, 0),
         uses=rules.scale_and_shift(rules.layer_normalised, channel=False),
         norm=rules.own_statistics,
     ),
     Operation("FusedRmsNormBackward0", rows=by_shapes),
     # Activations with a slope.
-    Operation("ReluBackward0", rows=row_wise, gradient=Slope(pull.relu)),
-    Operation("TanhBackward0", rows=row_wise, gradient=Slope(pull.tanh)),
+    Operation("ReluBackward0", rows=row_wise, gradient=Slope(lambda node: node._saved_result > 0)),
+    Operation("TanhBackward0", rows=row_wise, gradient=Slope(lambda node: 1 - node._saved_result.square())),
     Operation("SigmoidBackward0", rows=row_wise, gradient=Slope(pull.sigmoid)),
     Operation("GeluBackward0", rows=row_wise, gradient=Slope(pull.gelu)),
     Operation("SiluBackward0", rows=row_wise, gradient=Slope(pull.silu)),
@@ -290,8 +290,8 @@ register(
     Operation("MulBackward0", rows=row_wise, gradient=New(pull.pull_mul), uses=rules.use_mul),
     *_alike("Elu Celu Selu Hardtanh Softplus Exp Expm1 Log Log1P Sqrt Rsqrt Neg Abs Sin Cos Erf", rows=row_wise),
     *_alike("Threshold Mish Hardswish Hardsigmoid Clamp ClampMin ClampMax Reciprocal LogSigmoid", rows=row_wise),
-    Operation("MaskedFillBackward0", rows=row_wise, gradient=New(pull.masked_fill)),
-    Operation("MulBackward1", rows=row_wise, gradient=New(pull.pull_scaled)),
+    Operation("MaskedFillBackward0", rows=row_wise, gradient=New(pull.masked_fill, 0)),
+    Operation("MulBackward1", rows=row_wise, gradient=New(pull.pull_mul, 0)),
     *_alike("Pow Sub Div NativeDropout Where", rows=row_wise),
     *_alike("Add Sub Div Pow Rsub Clamp", "Backward1", rows=row_wise),
     # Pooling, sums and other reductions.

@@ -63,11 +63,14 @@ class Slope(Gradient):
 
 @dataclass(frozen=True)
 class New(Gradient):
-    """A function that returns a new tensor."""
+    """A function that returns a new tensor. ``only`` is the operand that it has a rule for; None: all of them."""
 
     function: Pull
+    only: int | None = None
 
     def pull(self, node: Node, grad: Tensor, operand: int, owned: bool) -> tuple[Tensor, bool]:
+        if self.only not in (None, operand):
+            raise NoRuleError(node.name())
         return self.function(node, grad, operand), True
 
 
@@ -96,15 +99,13 @@ class Expanded(Gradient):
 
 def pull_addmm(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient in the rows of a product with a bias."""
-    if operand != 1 or node._saved_alpha != 1:
+    if node._saved_alpha != 1:
         raise NoRuleError(node.name())
     return grad @ node._saved_mat2.mT
 
 
 def pull_mm(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient in the rows of a product."""
-    if operand != 0:
-        raise NoRuleError(node.name())
     return grad @ node._saved_mat2.mT
 
 
@@ -117,8 +118,6 @@ def batched_product(node: Node, grads: Sequence[Tensor | None], operands: Sequen
 
 def pull_convolution(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient in the images, all seeds folded into the batch."""
-    if operand != 0:
-        raise NoRuleError(node.name())
     weight, x = node._saved_weight, node._saved_input
     folded = grad.flatten(0, 1)
     if folded.is_cpu and folded.dtype in (torch.bfloat16, torch.float16):  # 16-bit kernels crash some processes
@@ -211,16 +210,6 @@ def softmax(node: Node, grad: Tensor, operand: int) -> Tensor:
 # Slopes of activations.
 
 
-def relu(node: Node) -> Tensor:
-    """Return the slope of ReLU: whether the output is positive."""
-    return node._saved_result > 0
-
-
-def tanh(node: Node) -> Tensor:
-    """Return the slope of tanh."""
-    return 1 - node._saved_result.square()
-
-
 def sigmoid(node: Node) -> Tensor:
     """Return the slope of the logistic function."""
     return node._saved_result * (1 - node._saved_result)
@@ -255,19 +244,12 @@ def pull_add(node: Node, grad: Tensor, operand: int) -> Tensor:
 
 
 def pull_mul(node: Node, grad: Tensor, operand: int) -> Tensor:
-    """Return the gradient times the other factor."""
+    """Return the gradient times the other factor, a tensor or a number."""
     return grad * (node._saved_other if operand == 0 else node._saved_self)
-
-
-def pull_scaled(node: Node, grad: Tensor, operand: int) -> Tensor:
-    """Return the gradient of a product with a number."""
-    return grad * node._saved_other
 
 
 def masked_fill(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient where nothing was filled in."""
-    if operand != 0:
-        raise NoRuleError(node.name())
     return grad.masked_fill(node._saved_mask, 0.0)
 
 
@@ -276,7 +258,7 @@ def masked_fill(node: Node, grad: Tensor, operand: int) -> Tensor:
 
 def pull_batch_norm(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient in the data of a BatchNorm in evaluation mode."""
-    if operand != 0 or node._saved_training:
+    if node._saved_training:
         raise NoRuleError(node.name())
     scale = batch_norm_scale(node)
     if node._saved_weight is not None:
@@ -286,8 +268,6 @@ def pull_batch_norm(node: Node, grad: Tensor, operand: int) -> Tensor:
 
 def pull_layer_norm(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient in the data of a LayerNorm."""
-    if operand != 0:
-        raise NoRuleError(node.name())
     x, rstd = node._saved_input, node._saved_result2
     dims = tuple(range(-len(node._saved_normalized_shape), 0))
     unit = (x - node._saved_result1) * rstd

@@ -131,8 +131,23 @@ def make_selection(model: nn.Module, names: tuple[str, ...], index: Tensor | Non
     return Selection(require_real(model, names), tuple(tuple(tensors[name].shape) for name in names), index)
 
 
+class NamedWeights:
+    """A rule that needs no graph: the parameters that it names are those that it selects."""
+
+    def needs(self, model: nn.Module) -> tuple[str, ...]:
+        """Return the names of the parameters."""
+        raise NotImplementedError
+
+    def choose(self, model: nn.Module, graph: Graph) -> Selection:
+        return self.select(model)
+
+    def select(self, model: nn.Module) -> Selection:
+        """Return the selection, for callers without a graph."""
+        return make_selection(model, self.needs(model))
+
+
 @dataclass(frozen=True)
-class AllWeights:
+class AllWeights(NamedWeights):
     """Every parameter that requires a gradient.
 
     Raises:
@@ -155,15 +170,9 @@ class AllWeights:
             )
         return require_real(model, names)
 
-    def choose(self, model: nn.Module, graph: Graph) -> Selection:
-        return self.select(model)
-
-    def select(self, model: nn.Module) -> Selection:
-        return make_selection(model, self.needs(model))
-
 
 @dataclass(frozen=True)
-class Named:
+class Named(NamedWeights):
     """Parameters whose full name matches a regular expression, frozen parameters included."""
 
     pattern: str
@@ -173,7 +182,7 @@ class Named:
             names = tuple(name for name in float_parameters(model) if re.search(self.pattern, name))
         except re.error as error:
             raise ModelError(
-                f"{self.pattern!r} is no regular expression: {error}; expected one, such as '^0'."
+                f"{self.pattern!r} is not a regular expression: {error}; expected one, such as '^0'."
             ) from error
         if not names:
             raise ModelError(
@@ -182,24 +191,15 @@ class Named:
             )
         return require_real(model, names)
 
-    def choose(self, model: nn.Module, graph: Graph) -> Selection:
-        return self.select(model)
-
-    def select(self, model: nn.Module) -> Selection:
-        return make_selection(model, self.needs(model))
-
 
 @dataclass(frozen=True, eq=False)
-class Subnetwork:
+class Subnetwork(NamedWeights):
     """Single entries of the flat vector of all weights that require a gradient."""
 
     index: Tensor
 
     def needs(self, model: nn.Module) -> tuple[str, ...]:
         return all_weights.needs(model)
-
-    def choose(self, model: nn.Module, graph: Graph) -> Selection:
-        return self.select(model)
 
     def select(self, model: nn.Module) -> Selection:
         whole = make_selection(model, self.needs(model))

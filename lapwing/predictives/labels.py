@@ -200,10 +200,7 @@ class BinaryPredictive(MultilabelPredictive):
     belief: FunctionGaussian
     link: str = "quadrature"
 
-    @staticmethod
-    def mixed(components: tuple[BinaryPredictive, ...], weights: Tensor) -> BinaryMixture:
-        """Return the mixture of predictives of the same inputs."""
-        return BinaryMixture(components, weights)
+    mixed = staticmethod(BinaryMixture)
 
     @cached_property
     def _log_odds(self) -> tuple[Tensor, Tensor]:

@@ -184,10 +184,7 @@ class NormalPredictive(NumberPredictive):
     belief: FunctionGaussian
     noise: Tensor
 
-    @staticmethod
-    def mixed(components: tuple[NormalPredictive, ...], weights: Tensor) -> DensityMixture:
-        """Return the mixture of predictives of the same inputs."""
-        return DensityMixture(components, weights)
+    mixed = staticmethod(DensityMixture)
 
     @property
     def mean(self) -> Tensor:
@@ -269,10 +266,7 @@ class StudentPredictive(NumberPredictive):
     degrees: float
     scale: float = 1.0
 
-    @staticmethod
-    def mixed(components: tuple[StudentPredictive, ...], weights: Tensor) -> DensityMixture:
-        """Return the mixture of predictives of the same inputs."""
-        return DensityMixture(components, weights)
+    mixed = staticmethod(DensityMixture)
 
     @property
     def mean(self) -> Tensor:
@@ -384,10 +378,7 @@ class CountPredictive(NumberPredictive):
 
     belief: FunctionGaussian
 
-    @staticmethod
-    def mixed(components: tuple[CountPredictive, ...], weights: Tensor) -> CountMixture:
-        """Return the mixture of predictives of the same inputs."""
-        return CountMixture(components, weights)
+    mixed = staticmethod(CountMixture)
 
     @cached_property
     def mean(self) -> Tensor:

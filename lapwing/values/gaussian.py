@@ -10,6 +10,7 @@ results back into that of images where users get them; nothing in between knows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -55,10 +56,7 @@ class ImageForm:
     @property
     def count(self) -> int:
         """The number of pixels of an image."""
-        total = 1
-        for size in self.sizes:
-            total *= size
-        return total
+        return math.prod(self.sizes)
 
     def labels(self, flat: Tensor) -> Tensor:
         """Return numbers of each pixel (..., H W) as images (..., H, W)."""

@@ -9,8 +9,7 @@ import torch
 
 import lapwing as lw
 from lapwing.errors import DataError
-from lapwing.likelihoods.bernoulli import Bernoulli
-from lapwing.likelihoods.categorical import Categorical
+from lapwing.likelihoods.labels import Bernoulli, Categorical
 from lapwing.predictives.numbers import NormalPredictive
 from lapwing.predictives.views import ClassView, LabelView, NumberView, as_images, same_form
 from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples, ImageForm

@@ -1,4 +1,4 @@
-"""Regression with Gaussian noise, the same for all inputs or given by the network, and the normal predictive."""
+"""Numbers: regression with Gaussian noise, the same for all inputs or given by the network, and counts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.likelihoods.base import Likelihood, OutputHessian, match_targets, refuse_other_loss
-from lapwing.predictives.numbers import NormalPredictive, StudentPredictive
+from lapwing.likelihoods.base import Likelihood, OutputHessian, leave_out, match_targets, refuse_other_loss
+from lapwing.predictives.numbers import CountPredictive, NormalPredictive, StudentPredictive
 from lapwing.runtime.settings import (
     ABOVE_ZERO,
     FLAG,
@@ -28,12 +28,10 @@ from lapwing.runtime.settings import (
     saved,
     setting,
 )
-from lapwing.runtime.threads import sequential_normal
+from lapwing.runtime.threads import poisson, sequential_normal
 from lapwing.values.gaussian import FunctionGaussian
 
-TENSOR_OR_NONE = Rule(
-    "a tensor, or None", lambda v: isinstance(v, Tensor | None), DataError
-)  # a search sets the values
+TENSOR_OR_NONE = Rule("a tensor, or None", lambda v: isinstance(v, Tensor | None), DataError)  # a search sets values
 NOISE = Maybe(Either(ABOVE_ZERO, ListOf(ABOVE_ZERO, "C")))  # in files
 DEGREES = Rule(
     "an even number from 4, or infinity",
@@ -219,3 +217,42 @@ class HeteroscedasticGaussian(Likelihood):
         noise = (belief.mean[..., size:] + 0.5 * belief.variance[..., size:]).exp()  # E exp(s) of a Gaussian s
         means = FunctionGaussian(belief.mean[..., :size], belief.marginal.cov[..., :size, :size])
         return NormalPredictive(means, noise)
+
+
+@saved
+@dataclass(frozen=True, eq=False)
+class Poisson(Likelihood):
+    """Counts, y ~ Poisson(exp f): the outputs of the network are log-rates.
+
+    Targets are whole numbers from zero. The loss includes log y!, so the evidence is complete.
+
+    >>> Poisson().loss(torch.zeros(1, 1), torch.ones(1, 1))  # exp(f) - y f + log y!
+    tensor([1.])
+    """
+
+    def targets(self, f: Tensor, y: Tensor) -> Tensor:
+        y = match_targets(f, y, "Poisson")
+        wrong = (y < 0) | (y != y.round())
+        if bool(wrong.any()):
+            raise DataError(f"Poisson: targets include {y[wrong][0].item():g}; expected whole numbers from 0.")
+        return y
+
+    @property
+    def refused_last(self) -> dict[str, str]:
+        return leave_out("log-rates", "exp", "softplus")
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        return (f.exp() - y * f + torch.lgamma(y + 1)).sum(-1)
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.diag_embed((0.5 * f).exp())
+
+    def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
+        return OutputHessian(f.double().exp())
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        rate = f.exp()
+        return rate - poisson(rate, generator)
+
+    def predict(self, belief: FunctionGaussian) -> CountPredictive:
+        return CountPredictive(belief.marginal)
