@@ -15,14 +15,11 @@ from lapwing.errors import LapwingError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.labels import Bernoulli, Categorical
 from lapwing.likelihoods.numbers import Gaussian, HeteroscedasticGaussian, Poisson
-from lapwing.methods.diagonal import Diagonal
-from lapwing.methods.ella import ELLA
+from lapwing.methods.blockwise import Diagonal, EKron, Kron
 from lapwing.methods.fmgp import FMGP
-from lapwing.methods.full import Full
+from lapwing.methods.full import Full, KernelSpace, LowRank
 from lapwing.methods.hfl import HFL
-from lapwing.methods.kernel_space import KernelSpace
-from lapwing.methods.kron import EKron, Kron
-from lapwing.methods.low_rank import LowRank
+from lapwing.methods.inducing_points import ELLA
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.valla import VaLLA
 from lapwing.networks.selection import all_weights, last_layer, named, subnetwork

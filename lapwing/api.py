@@ -22,10 +22,8 @@ from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.methods.base import Method, OverNetworks, refuse_processes, workload_of
-from lapwing.methods.diagonal import Diagonal
-from lapwing.methods.full import Full
-from lapwing.methods.kernel_space import KernelSpace
-from lapwing.methods.kron import Kron
+from lapwing.methods.blockwise import Diagonal, Kron
+from lapwing.methods.full import Full, KernelSpace
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
 from lapwing.networks.forward import (
     arithmetic_of,
@@ -50,7 +48,7 @@ from lapwing.runtime.settings import GENERATOR, NONE, PATH, Rule
 from lapwing.runtime.threads import Stream, independent_generator, should_show_progress, uniform, with_inner_progress
 from lapwing.training import Epoch, TrainingState
 from lapwing.tuners.base import MaximiseEvidence, Tuner, check_tuner, follows_evidence, run_tuner, start_near_optimum
-from lapwing.tuners.fixed_point import SampleEM
+from lapwing.tuners.linear_mode import SampleEM
 from lapwing.tuners.mixing import Budget, Integrate
 from lapwing.tuners.offsets import (
     FirstOutputs,

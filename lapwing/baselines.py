@@ -1,10 +1,7 @@
 """Methods to compare with, behind the interface of every other method."""
 
-from lapwing.methods.dropout import MCDropout
-from lapwing.methods.ensemble import Ensemble
 from lapwing.methods.ivon import IVON
-from lapwing.methods.map_only import MapOnly
-from lapwing.methods.mixture_of_laplace import MixtureOfLaplace
+from lapwing.methods.members import Ensemble, MapOnly, MCDropout, MixtureOfLaplace
 from lapwing.methods.swag import SWAG
 from lapwing.methods.variational_last_layer import VariationalLastLayer
 

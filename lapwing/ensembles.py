@@ -17,7 +17,7 @@ from lapwing.data.batches import Data, Reading
 from lapwing.data.inputs import named_leaves
 from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.methods.ensemble import reinitialise
+from lapwing.methods.members import reinitialise
 from lapwing.networks.forward import arithmetic_of, unwrap
 from lapwing.recipes import Recipe, fixed
 from lapwing.registry import find_likelihood

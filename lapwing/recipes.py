@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.base import METHOD, Method
+from lapwing.methods.blockwise import Kron
 from lapwing.methods.full import Full
-from lapwing.methods.kron import Kron
-from lapwing.methods.map_only import MapOnly
+from lapwing.methods.members import MapOnly
 from lapwing.priors import BoundPrior, Isotropic, PerLayer, Prior
 from lapwing.runtime.settings import (
     FLAG,
@@ -44,8 +44,7 @@ from lapwing.runtime.settings import (
     required,
     setting,
 )
-from lapwing.tuners.base import Ascend, Tuner
-from lapwing.tuners.fixed_point import FixedPoint
+from lapwing.tuners.base import Ascend, FixedPoint, Tuner
 
 __all__ = ["Recipe", "classic", "fixed", "online"]
 

@@ -14,19 +14,13 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.labels import Bernoulli, Categorical
 from lapwing.likelihoods.numbers import Gaussian, HeteroscedasticGaussian, Poisson
 from lapwing.methods.base import Method, Requirements, Workload
-from lapwing.methods.diagonal import Diagonal
-from lapwing.methods.dropout import MCDropout
-from lapwing.methods.ella import ELLA
-from lapwing.methods.ensemble import Ensemble
+from lapwing.methods.blockwise import Diagonal, EKron, Kron
 from lapwing.methods.fmgp import FMGP
-from lapwing.methods.full import Full
+from lapwing.methods.full import Full, KernelSpace, LowRank
 from lapwing.methods.hfl import HFL
+from lapwing.methods.inducing_points import ELLA
 from lapwing.methods.ivon import IVON
-from lapwing.methods.kernel_space import KernelSpace
-from lapwing.methods.kron import EKron, Kron
-from lapwing.methods.low_rank import LowRank
-from lapwing.methods.map_only import MapOnly
-from lapwing.methods.mixture_of_laplace import MixtureOfLaplace
+from lapwing.methods.members import Ensemble, MapOnly, MCDropout, MixtureOfLaplace
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag import SWAG
 from lapwing.methods.valla import VaLLA

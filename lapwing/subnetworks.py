@@ -22,7 +22,7 @@ from lapwing.data.inputs import check_finite
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg.dense import choose_most_explaining
-from lapwing.methods.diagonal import Diagonal
+from lapwing.methods.blockwise import Diagonal
 from lapwing.methods.swag import SWAG
 from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast, unwrap
 from lapwing.networks.network import Network

@@ -18,12 +18,9 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.labels import Categorical
 from lapwing.likelihoods.numbers import Gaussian
 from lapwing.methods.base import Method
-from lapwing.methods.diagonal import Diagonal
-from lapwing.methods.ella import ELLA
-from lapwing.methods.full import Full
-from lapwing.methods.kernel_space import KernelSpace
-from lapwing.methods.kron import Kron
-from lapwing.methods.low_rank import LowRank
+from lapwing.methods.blockwise import Diagonal, Kron
+from lapwing.methods.full import Full, KernelSpace, LowRank
+from lapwing.methods.inducing_points import ELLA
 from lapwing.methods.valla import VaLLA
 from lapwing.networks.forward import arithmetic_of
 from lapwing.networks.selection import Selection, Weights, all_weights, last_layer, named, subnetwork

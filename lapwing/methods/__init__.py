@@ -1,8 +1,9 @@
-"""Methods: one file for each way to compute a posterior, their contract in ``base.py``.
+"""Methods: the ways to compute a posterior, their contract in ``base.py``.
 
-Kron and EKron share one. Methods do not import each other. Parts that several methods use live in ``curvature``,
-``tangent`` and ``posteriors``; ``hfl_response.py`` and ``inducing_points.py`` are second files of HFL, and of ELLA and
-VaLLA. The names below are what a new method inherits from and returns (docs/extending.md).
+Small methods share a file: those that compute a covariance of all weights (``full.py``), a curvature by blocks
+(``blockwise.py``), or none (``members.py``). Files do not import each other. Parts that several of them use live in
+``curvature``, ``tangent`` and ``posteriors``; ``hfl_response.py`` and ``inducing_points.py`` are second files of HFL
+and VaLLA. The names below are what a new method inherits from and returns (docs/extending.md).
 """
 
 from lapwing.methods.base import Method

@@ -1,9 +1,9 @@
-"""Inducing points: rows of the Jacobian, their locations, and curvatures in the span of a few directions."""
+"""Inducing points: rows of the Jacobian, their locations, curvatures in the span of a few directions, and ELLA."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -19,7 +19,7 @@ from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch, Inputs, check_finite
 from lapwing.data.streams import Pool, class_labels
-from lapwing.errors import FileError, UnsupportedError
+from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg.dense import (
     centres_by_class,
@@ -29,10 +29,12 @@ from lapwing.linalg.dense import (
     eigvalsh,
     greedy_pivots,
     smooth_whitening,
+    svd,
     trace_pivots,
     whitening,
 )
 from lapwing.linalg.stochastic import Inducing
+from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.networks.tangent import LayerJacobians
@@ -41,8 +43,21 @@ from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import BoundPrior, Isotropic, prior_kernel
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.memory import batch_size_for, budget, concat_chunks
-from lapwing.runtime.settings import Array, Maybe, PartOf, Samples, State, Stored, saved, semidefinite, stored
-from lapwing.runtime.threads import uniform
+from lapwing.runtime.settings import (
+    FLAG,
+    Array,
+    Maybe,
+    PartOf,
+    Samples,
+    State,
+    Stored,
+    integer,
+    saved,
+    semidefinite,
+    setting,
+    stored,
+)
+from lapwing.runtime.threads import independent_generator, uniform
 
 TOO_WIDE = 1.1  # ratio of standard deviations from which missing points are a finding
 
@@ -556,7 +571,11 @@ class InducingPoints:
         problem = replace(self.problem, prior=prior, likelihood=self.likelihood)
         if self.inducing is None:
             white = whitening(self.anchors.kernel(prior))
-            information, ggn_diagonal = _information(problem, data, self.anchors, white)
+            squares, anchors = SquaredSum(problem.network), self.anchors
+            rows = lambda jacobians: (anchors.against(jacobians, prior) @ white).mT
+            width = 4 * len(white)
+            information, _ = sum_projections(problem, data, white.shape[1], rows, "inducing points", width, squares)
+            ggn_diagonal = squares.diagonal(data.processes)
             (mix,) = data.processes.copy_of_first([white @ _root(information)])
         else:
             white = smooth_whitening(self.anchors.kernel(prior))
@@ -577,20 +596,25 @@ def _root(matrix: Tensor) -> Tensor:
     return vectors * values.clamp_min(0).sqrt()
 
 
-def _information(problem: Problem, data: Data, anchors: Anchors, white: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ TᵀT over the data (r, r) with whitened rows T, and the diagonal of the GGN (P,), by one pass.
+def sum_projections(
+    problem: Problem, data: Data, size: int, project: Callable[[LayerJacobians], Tensor], label: str, width: int,
+    squares: SquaredSum | None,
+) -> tuple[Tensor, Statistics]:  # fmt: skip
+    """Return Σ F Fᵀ (size, size) at unit dispersion, for the columns F that ``project`` gives, and the statistics.
 
-    Both at unit dispersion, in float64: the part of the GGN that the points miss is their small difference.
+    One pass over the data; ``width`` numbers are needed for each row besides its Jacobian. With ``squares`` the pass
+    also adds up the diagonal of H, in float64: the part of H that the columns miss is a small difference.
     """
-    information, squares = white.new_zeros(white.shape[1], white.shape[1]), SquaredSum(problem.network)
-    sweep = Sweep(problem.network, problem.likelihood, data, label="inducing points")
-    for jacobians in sweep.jacobians(width=4 * len(white)):
-        jacobians = jacobians.double()
-        rows = anchors.against(jacobians, problem.prior) @ white
-        information += rows.mT @ rows
-        squares.add(jacobians)
-    (information,) = data.processes.sum([information])
-    return information, squares.diagonal(data.processes)
+    total = torch.zeros(size, size, dtype=torch.float64, device=problem.network.device)
+    sweep = Sweep(problem.network, problem.likelihood, data, label=label)
+    for jacobians in sweep.jacobians(width=width):
+        if squares is not None:
+            jacobians = jacobians.double()
+            squares.add(jacobians)
+        columns = project(jacobians).to(total)
+        total += columns @ columns.mT
+    (total,) = data.processes.sum([total])
+    return total, sweep.statistics
 
 
 def whitened_rows(
@@ -617,3 +641,114 @@ def whitened_rows(
     f = torch.cat(outputs)
     y = problem.likelihood.targets(f, batch.targets)
     return f, y, torch.cat(covariances), torch.cat(rows).reshape(*f.shape, -1)
+
+
+@dataclass(frozen=True)
+class ELLA(Method):
+    r"""Linearised Laplace approximation within the ``rank`` leading directions of the tangent kernel at landmarks.
+
+    A landmark is a training input with one of its outputs, drawn at random. The directions are the leading
+    eigenvectors of the landmarks' kernel; directions that are zero up to rounding are dropped, so the rank may be
+    lower. One pass over the data gives the curvature within the directions. After that another prior or noise costs a
+    factorisation of a rank × rank matrix.
+
+    Args:
+        num_landmarks: The number M of landmarks.
+        rank: The number of directions.
+        residual: False gives the directions that are left out no variance: the variance is never above the exact one
+            and goes to zero far from the landmarks. True keeps their prior variance, as in ``VaLLA`` at these points.
+
+    Raises:
+        UnsupportedError: ``num_landmarks`` or ``rank`` is not a positive integer, or ``residual`` is not a bool.
+            ``fit`` also raises it for ``g_prior``.
+
+    Cost: one backward pass over the landmarks and their (M, M) kernel; one pass over the data with ``rank`` products
+    J v for each output. Memory: M P numbers while the directions are computed, rank P afterwards.
+    Exact when: the directions span the Jacobian of the data; at inputs outside that span only with ``residual``.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 20)[:, None].double()
+    >>> net = torch.nn.Linear(1, 1).double()
+    >>> posterior = lw.fit(net, [(x, x)], "regression", method=lw.ELLA(num_landmarks=10, rank=2), prior=1.0)
+    >>> posterior.functions(x).cov.shape
+    torch.Size([20, 1, 1])
+    """
+
+    num_landmarks: int = setting(2000, integer())
+    rank: int = setting(20, integer())
+    residual: bool = setting(False, FLAG)
+    spans_processes: ClassVar[bool] = True
+    conformance: ClassVar[Conformance] = Conformance(
+        (
+            Exactness(lambda weights, rows: ELLA(num_landmarks=rows, rank=weights), "linear"),
+            Exactness(lambda weights, rows: ELLA(rows, weights, residual=True), "network", name="residual"),
+        ),
+        small=lambda model: {"": ELLA(num_landmarks=6, rank=3)},
+    )
+
+    def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
+        """Return the posterior; ``lw.fit`` calls this.
+
+        Args:
+            problem: Network, likelihood and prior.
+            data: The training data.
+            generator: Source of randomness for the landmarks; seed 0 if None.
+        """
+        network, prior = problem.network, problem.prior
+        if prior.needs_curvature:
+            raise UnsupportedError(
+                "g_prior() takes its scale from the curvature, and ELLA() needs the prior before that; use Kron(), or "
+                "another prior."
+            )
+        generator = independent_generator(generator)
+        placement = Placement(network, Pool.draw(data, self.num_landmarks, generator), generator)
+        landmarks = placement.landmarks(self.num_landmarks)
+        one = lambda: [leading_rows(landmarks, prior, self.rank)]
+        ((rows,),) = data.processes.run_jobs([one], [1.0], network.device)
+        directions = rows / prior.vector.detach().to(rows)
+        squares = SquaredSum(network) if self.residual else None
+        gram, statistics = curvature_within(problem, data, directions, squares)
+        if squares is None:
+            return WeightPosterior.fitted(problem, SubspaceCurvature(network.selection, directions, gram), statistics)
+        values, basis = eigh(gram)
+        _, singular, vectors = svd((basis * values.clamp_min(0).sqrt()).mT @ rows)
+        part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
+        diagonal = squares.diagonal(data.processes)
+        return WeightPosterior.fitted(problem, BoundedCurvature(part, diagonal), statistics)
+
+    def cost(self, workload: Workload) -> Cost:
+        points = min(self.num_landmarks, workload.rows)
+        rank = min(self.rank, points, workload.weights)
+        size, note = workload.weights, f"rank {rank}, {points} landmarks"
+        once = workload.kernel(points) + Work(products=rank * points * workload.gradient, cubes=points**3)
+        fit = Work(workload.jacobians() + workload.along(rank))
+        predict = workload.prediction(Work(workload.along(rank)))
+        stored = 8 * rank * (size + rank)
+        peak = workload.jacobian_bytes() + 8 * (points * workload.gradient + 3 * points**2)
+        return workload.cost(stored, peak, fit, predict, once, note)
+
+
+def leading_rows(anchors: Anchors, prior: BoundPrior, rank: int, cut: float = 1e-14) -> Tensor:
+    """Return Q (K, P) in the span of the anchors' Jacobian with Q A⁻¹ Qᵀ = I, leading directions first.
+
+    Directions with an eigenvalue below ``cut`` of the largest are dropped: they are rounding.
+    """
+    kernel = anchors.kernel(prior)
+    if not bool(torch.isfinite(kernel).all()):
+        raise NumericalError(
+            "the kernel of the landmarks is not finite; expected finite numbers. Check data and network for overflow."
+        )
+    values, vectors = eigh(kernel)
+    values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
+    real = values > cut * values[0].clamp_min(1e-300)
+    if not bool(real.any()):
+        raise NumericalError("no output depends on the selected weights at any landmark; choose other weights.")
+    return anchors.combine((vectors[:, real] / values[real].sqrt()).mT)
+
+
+def curvature_within(
+    problem: Problem, data: Data, directions: Tensor, squares: SquaredSum | None = None
+) -> tuple[Tensor, Statistics]:
+    """Return D H Dᵀ at unit dispersion (K, K) and the statistics, by one pass over the data."""
+    features = lambda jacobians: jacobians.jvp(directions).flatten(1)
+    return sum_projections(problem, data, len(directions), features, "features", 2 * len(directions), squares)

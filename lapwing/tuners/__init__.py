@@ -5,10 +5,9 @@ There is one class for each tuner, used as ``fit(..., tuner=lw.tuners.FixedPoint
 """
 
 from lapwing.runtime.settings import refuse_other_settings
-from lapwing.tuners.base import Ascend, MaximiseBound, MaximiseEvidence, TunerWithSettings, evidence_bound
-from lapwing.tuners.fixed_point import FixedPoint, SampleEM
+from lapwing.tuners.base import Ascend, FixedPoint, MaximiseBound, MaximiseEvidence, TunerWithSettings, evidence_bound
 from lapwing.tuners.grid import CrossValidated, Grid, Temperature
-from lapwing.tuners.linear_mode import LinearMode
+from lapwing.tuners.linear_mode import LinearMode, SampleEM
 from lapwing.tuners.mixing import Budget, Integrate
 
 __all__ = [

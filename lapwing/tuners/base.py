@@ -1,4 +1,4 @@
-"""The contract of a tuner, the evidence as a function of hyperparameters, and tuners that maximise it."""
+"""The contract of a tuner, the evidence as a function of hyperparameters, and tuners that find its optimum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from lapwing.errors import DataError, DivergedError, UnsupportedError
 from lapwing.linalg.dense import cholesky
 from lapwing.networks.forward import outside_autocast, refuse_training_mode
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Posterior, Step, Trace, Tunable
+from lapwing.posteriors.base import NOT_CONVERGED, Posterior, Step, Trace, Tunable, effective_parameters
+from lapwing.posteriors.sampled import SampledPosterior
+from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import prior_kernel, starting_precisions
 from lapwing.problem import Problem
 from lapwing.runtime.settings import (
@@ -384,6 +386,135 @@ class Ascend(TunerWithSettings):
                 (-value / posterior.problem.evidence_unit).backward()
                 optimiser.step()
         return search.result(x)
+
+
+LARGEST_CHANGE = 10.0  # of a logarithm in one step: far from the fixed point the update overshoots
+W = TypeVar("W", bound=WeightPosterior | SampledPosterior)
+
+
+@dataclass(frozen=True)
+class FixedPoint(TunerWithSettings):
+    r"""A tuner that iterates MacKay's updates, group by group, until they converge.
+
+    $$ \alpha_d = \gamma_d / \|\tilde w_d\|^2, \qquad \phi = \mathrm{SSE} / (N C - \gamma) $$
+
+    γ is the number of weights that the data determine. The fixed point is the stationary point that
+    ``MaximiseEvidence`` finds. An update that would lower the evidence is halved, and so are those of a logarithm that
+    changes direction. ``posterior.effective_parameters()`` has γ of every layer at the end. For a posterior made of
+    samples γ is an estimate, and no update is halved for its evidence.
+
+    Cost: the posterior variance of every weight at each step; no pass over the data.
+
+    Args:
+        noise: Whether to update the noise too. A noise that the user gave is kept in any case; if each output has its
+            own noise, each is updated with its own γ.
+        max_steps: The largest number of updates; 1 makes a single update without a check of convergence.
+        tolerance: Stop when no logarithm changes by more than this.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the posterior has no evidence.
+        DivergedError: When called, if a precision leaves its range, a number is not finite, or a logarithm still
+            changes by more than 1e-2 after ``max_steps`` updates.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x.sin())], "regression", prior=100.0)
+    >>> tuned = posterior.tuned(lw.tuners.FixedPoint())
+    >>> bool(tuned.log_evidence() > posterior.log_evidence())
+    True
+    """
+
+    noise: bool = setting(True, FLAG)
+    max_steps: int = setting(200, integer())
+    tolerance: float = setting(1e-6, POSITIVE)
+
+    def __call__(self, posterior: W) -> W:
+        """Return the posterior at the fixed point."""
+        search = Search.of(posterior, self.noise, "FixedPoint")
+        x = search.start
+        damping, last_change = torch.ones_like(x), torch.zeros_like(x)
+        with torch.no_grad():
+            value = float(search.at(x).log_evidence())
+            for _ in range(self.max_steps):
+                new, gamma = self._update(search.at(x), search.noise)
+                search.record(x, value, gamma)
+                search.refuse_runaway()
+                if not bool(torch.isfinite(new).all()):
+                    raise search.error_at(x, self._message("an update is not finite"))
+                change = new - x
+                largest = float(change.abs().max())
+                if largest <= self.tolerance:
+                    return search.result(x)
+                # A logarithm that changes direction overshoots: near the optimum the evidence is too flat to show it.
+                damping = torch.where(change * last_change < 0, 0.5 * damping, (1.2 * damping).clamp_max(1))
+                last_change = change.clamp(-LARGEST_CHANGE, LARGEST_CHANGE)
+                x, value = self._line_search(search, x, x + damping * last_change, value)
+        if largest > NOT_CONVERGED and self.max_steps > 1:
+            reason = f"after {self.max_steps} steps a logarithm moves {largest:.2g}"
+            raise search.error_at(x, self._message(reason))
+        finding = f"stopped after {self.max_steps} steps, where a logarithm still moved {largest:.2g}"
+        return search.result(x, finding)
+
+    def _message(self, reason: str) -> str:
+        return f"FixedPoint: {reason}; expected below {self.tolerance:g}. Raise max_steps, or use MaximiseEvidence."
+
+    def _line_search(self, search: Search[W], x: Tensor, new: Tensor, value: float) -> tuple[Tensor, float]:
+        """Return the update, or the half, quarter, ... of it that does not lower the evidence, and the evidence there.
+
+        Each logarithm changes in the direction of its slope, so a short enough step raises the evidence; full ones may
+        oscillate. With stochastic estimates, skip this line search: evidence and γ are estimated independently.
+        """
+        if search.posterior.is_sampled:
+            return new, float(search.at(new).log_evidence())
+        for halvings in range(8):
+            trial = x + (new - x) * 0.5**halvings
+            evidence = float(search.at(trial).log_evidence())
+            if evidence >= value - 1e-12 * abs(value):
+                break
+        return trial, evidence
+
+    def _update(self, current: WeightPosterior | SampledPosterior, noise: bool) -> tuple[Tensor, float]:
+        """Return MacKay's update of all logarithms, (D,), with the noise or without it, and γ of all weights."""
+        prior = current.problem.prior
+        effective = effective_parameters(current)
+        gammas, total = effective.by_precision, effective.total
+        unseen = current.unseen_gamma()
+        if unseen is not None:  # the stationary point of a bound is not that of the evidence
+            gammas, total = gammas + prior.sum_groups(unseen).to(gammas), total + float(unseen.sum())
+        squares = prior.squares(current.centre)
+        new = [(gammas.clamp_min(1e-12) / squares.clamp_min(1e-300)).log()]
+        if noise:
+            new.append(self._noise(current, total).log().reshape(-1).to(new[0]))
+        return torch.cat(new), total
+
+    def _noise(self, current: WeightPosterior | SampledPosterior, gamma: float) -> Tensor:
+        """Return the update of the noise variances, () or (C,)."""
+        statistics, noise = current.statistics, current.noise
+        assert noise is not None
+        if noise.ndim == 0 or not isinstance(current, WeightPosterior):
+            squares = 2 * torch.as_tensor(current.loss, dtype=torch.float64, device=noise.device)
+            return _noise_update(squares, torch.full_like(noise, gamma), statistics.data * statistics.outputs, noise)
+        squares = 2 * torch.tensor(statistics.losses, dtype=torch.float64, device=noise.device)
+        return _noise_update(squares, _gamma_by_output(current, noise), statistics.data, noise)
+
+
+def _gamma_by_output(current: WeightPosterior, noise: Tensor) -> Tensor:
+    """Return γ_c = tr(Λ⁻¹ H_c / r_c), which is minus the slope of log det Λ in log r_c, (C,)."""
+    with torch.inference_mode(False), torch.enable_grad():
+        log_noise = noise.detach().log().clone().requires_grad_()
+        posterior = current.with_noise(log_noise.exp())
+        logdet = posterior.current.logdet(torch.ones_like(log_noise[0]), posterior.problem.prior)
+        (slope,) = torch.autograd.grad(logdet, log_noise)
+    return -slope
+
+
+def _noise_update(squares: Tensor, gamma: Tensor, count: float, noise: Tensor) -> Tensor:
+    """Return SSE / (N - γ), or (SSE + γ φ) / N, which has the same fixed point, if γ is nearly N or larger.
+
+    γ of a structure that ignores correlations may exceed N, though never at the fixed point.
+    """
+    left = count - gamma
+    return torch.where(left >= 1, squares / left.clamp_min(1), (squares + gamma * noise) / count)
 
 
 Term = Callable[[Problem], Tensor]  # the term of one block, under the prior and noise of a problem

@@ -1,4 +1,4 @@
-"""The optimum of the tangent model, and the corrected evidence, which is evaluated there."""
+"""The optimum of the tangent model: the corrected evidence, which is evaluated there, and updates from samples."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from lapwing.data.batches import Data
-from lapwing.errors import NumericalError, UnsupportedError
+from lapwing.errors import DivergedError, NumericalError, UnsupportedError
 from lapwing.linalg.krylov import conjugate_gradients
 from lapwing.linalg.operators import Product
 from lapwing.methods.base import METHOD, Method
-from lapwing.posteriors.base import Posterior, Step, Trace
+from lapwing.posteriors.base import NOT_CONVERGED, Posterior, Step, Trace
+from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.posteriors.weight_space import Mode, WeightPosterior
 from lapwing.priors import group_starting_precisions
 from lapwing.problem import Problem
-from lapwing.runtime.settings import DATA, NONE, POSITIVE, integer, one_of, setting
+from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, integer, one_of, setting
 from lapwing.tangent import TangentModel, tangent_model
-from lapwing.tuners.base import LARGEST_SLOPE, Search, TunerWithSettings, minimise
+from lapwing.tuners.base import LARGEST_SLOPE, Search, TunerWithSettings, in_range, minimise
 
 ITERATIONS = 1000  # of conjugate gradients in one Newton step
 MEANS = ("network", "tangent")
@@ -292,3 +293,179 @@ def _pruning_remark(posterior: WeightPosterior) -> tuple[str, ...]:
         f"{sum(pruned)} of {len(pruned)} precisions ran far above the curvature ({which}): the tangent model does "
         "better without these weights, and they add next to nothing to the error bars.",
     )
+
+
+MODES = ("tangent", "network")
+
+
+@dataclass(frozen=True, eq=False)
+class SampleEM(TunerWithSettings):
+    r"""A tuner that iterates MacKay's updates with γ from function-space samples (Antorán et al. 2023).
+
+    $$ \gamma_d = \tfrac1K \sum_j z_{jd}^\top (G z_j)_d / \phi, \qquad \alpha_d = \gamma_d / \|\theta_{*d}\|^2,
+       \qquad \phi = \mathrm{SSE}(\theta_*) / (NC - \gamma) $$
+
+    θ* is the optimum of the tangent model, as in ``LinearMode``, and the evidence of the result is that of θ*. A noise
+    learned at θ* is too small for f(w̃), so with ``noise=True`` the predictive mean is h(θ*, x) too. The noise of the
+    samples stays the same from step to step, so that the map is deterministic and has a fixed point; the trace has γ
+    and its standard error at every step. γ in function space is never negative, and one sample determines it to a
+    relative error of sqrt(2/γ).
+
+    Cost of a step: the samples at the new precision and one product with them, and θ* from its last value. For a
+    single precision a Krylov basis gives both without a pass over the data.
+
+    Args:
+        data: The training data; None takes those of ``fit``. Not used with ``mode="network"``.
+        mode: "tangent" takes θ*; "network" takes the trained weights w̃ instead, which costs no passes. γ falls
+            as α rises, so with w̃ each step goes half the way, in the logarithm: full steps would overshoot to
+            precisions that are smaller than the fixed point, and so more expensive to solve for.
+        noise: Whether to learn the noise of a Gaussian likelihood. With ``mode="tangent"`` the mean is then that of θ*,
+            as in ``LinearMode(mean="tangent")``; otherwise mean and noise stay those of w̃.
+        max_steps: The largest number of updates; 1 makes a single update without a check of convergence.
+        tolerance: Stop when no logarithm changes by more than this.
+        solver_tolerance: Nats that the solve for θ* may miss.
+
+    Raises:
+        UnsupportedError: If a setting is out of range, or, when called, the posterior has no samples or no data.
+        DivergedError: When called, if a precision leaves its range, γ of a group is negative, or a logarithm still
+            changes by more than 1e-2 after ``max_steps`` updates.
+
+    >>> import lapwing as lw
+    >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> posterior = lw.fit(net, [(x, x.sin())], "regression", method=lw.Sampled(), tuner=lw.tuners.SampleEM())
+    >>> posterior.trace.tuner
+    'SampleEM'
+    """
+
+    data: Iterable[object] | Data | None = setting(None, DATA | NONE)
+    mode: str = setting("tangent", one_of(MODES))
+    noise: bool = setting(False, FLAG)
+    max_steps: int = setting(50, integer())
+    tolerance: float = setting(1e-3, POSITIVE)
+    solver_tolerance: float = setting(1e-4, POSITIVE)
+
+    needs_training_data: ClassVar[bool] = True
+
+    def __call__(self, posterior: Posterior) -> SampledPosterior:
+        """Return the posterior at the fixed point."""
+        if not isinstance(posterior, SampledPosterior):
+            raise UnsupportedError(f"{type(posterior).__name__} has no samples; use method=Sampled().")
+        base = posterior.problem.network.with_shift(None).theta().double()
+        current = self._with_mode(posterior, None, base)
+        solver, loss = self._solver(current, base), current.statistics.loss
+        theta = base if solver is None else posterior.centre
+        steps: list[Step] = []
+        for _ in range(self.max_steps):
+            if solver is not None:
+                mode = solver(current.problem, theta)
+                theta, loss = mode.theta, mode.loss
+            prior = current.problem.prior
+            gammas = torch.stack(
+                [prior.sum_groups(row.to(prior.values)) for row in current.gamma_samples()]
+            )  # (K, groups)
+            updated = self._update(current, gammas.mean(0), theta, float(loss))
+            change = _largest_change(current.problem, updated.problem)
+            steps.append(_trace_step(current.problem, gammas.sum(1, keepdim=True)))
+            _refuse_diverged(current, gammas, updated.problem.prior.values, change, steps)
+            current = updated
+            if change <= self.tolerance:
+                break
+        if solver is not None:
+            current = self._with_mode(current, solver(current.problem, theta), base)
+        return self._result(current, steps, gammas, change)
+
+    def _solver(self, posterior: SampledPosterior, base: Tensor) -> ModeSolver | None:
+        """Return the solver for θ*, or None if w̃ takes its place."""
+        if self.mode == "network":
+            return None
+        network = posterior.problem.network.with_shift(None)
+        data = self.read_data(network)
+        model = tangent_model(network, posterior.problem.likelihood, data)
+        return ModeSolver(model, base, self.solver_tolerance)
+
+    def _with_mode(self, current: SampledPosterior, mode: Mode | None, base: Tensor) -> SampledPosterior:
+        """Return the posterior with the evidence of θ*, and with its mean if the noise is learned there."""
+        moved = mode is not None and self.noise and current.noise is not None
+        theta = mode.theta if mode is not None and moved else base
+        network = current.problem.network.with_shift(theta - base if moved else None)
+        theta = theta.to(network.dtype)
+        return replace(current, problem=replace(current.problem, network=network), theta=theta, mode=mode)
+
+    def _update(self, current: SampledPosterior, gamma: Tensor, theta: Tensor, loss: float) -> SampledPosterior:
+        """Return the posterior under the updated precisions and, if it is learned, the updated noise."""
+        prior = current.problem.prior
+        precision = gamma.clamp_min(1e-12) / prior.squares(theta).clamp_min(1e-300)
+        if self.mode == "network":
+            precision = (precision * prior.values.reshape(precision.shape).to(precision)).sqrt()
+        problem = current.problem.with_precisions(precision.reshape(prior.values.shape))
+        if self.noise and current.noise is not None:
+            count = current.statistics.data * current.statistics.outputs
+            phi = 2 * loss / max(count - float(gamma.sum()), 1e-3 * count)
+            likelihood = problem.likelihood.with_dispersion(torch.tensor(phi, dtype=torch.float64).to(precision))
+            problem = problem.with_likelihood(likelihood)
+        return current.warm_start(problem)
+
+    def _result(self, current: SampledPosterior, steps: list[Step], gammas: Tensor, change: float) -> SampledPosterior:
+        """Return the posterior with its trace; raise if the last change was too large."""
+        finding = f"gamma {steps[-1].gamma:.4g} ± {steps[-1].error:.2g} from {len(gammas)} samples"
+        if gammas.shape[1] > 1:
+            finding += f", of a group ± {_standard_error(gammas):.0%} of it or less"
+        if change > self.tolerance:
+            finding += f"; a logarithm still moved by {change:.2g} at the last step"
+        trace = Trace("SampleEM", "gamma", tuple(steps), (finding,))
+        if change > max(NOT_CONVERGED, self.tolerance) and self.max_steps > 1:
+            raise DivergedError(
+                f"SampleEM: after {self.max_steps} steps a logarithm moves by {change:.2g}; expected at most "
+                f"{self.tolerance:g}. Raise max_steps or Sampled(num_samples=...), take mode='network', or give the "
+                "prior.",
+                trace,
+                current.with_trace(trace),
+            )
+        return current.with_trace(trace)
+
+
+def _refuse_diverged(
+    current: SampledPosterior, gammas: Tensor, precisions: Tensor, change: float, steps: list[Step]
+) -> None:
+    """Raise if γ of a group is negative, or an updated precision is out of range or not finite.
+
+    Only γ of all weights is a sum of squares, so that γ of a group may be negative.
+    """
+    lowest, low, high = float(gammas.mean(0).min()), *(float(end) for end in precisions.aminmax())
+    message = ""
+    if lowest < 0:
+        message = (
+            f"SampleEM: gamma of a group is {lowest:.3g} from {len(gammas)} samples; expected none below zero. Raise "
+            "Sampled(num_samples=...), or use a prior with one number."
+        )
+    elif not (math.isfinite(change) and in_range((low, high), current)):
+        message = (
+            f"SampleEM: a prior precision ran to {high:.3g} (smallest {low:.3g}). The weights of a group are all near "
+            "the prior mean, or the data do not curve the loss. Give the prior."
+        )
+    if message:
+        trace = Trace("SampleEM", "gamma", tuple(steps))
+        raise DivergedError(message, trace, current.with_trace(trace))
+
+
+def _standard_error(gammas: Tensor) -> float:
+    """Return the standard error of γ (K, 1); for several groups (K, groups) the largest, relative to its mean."""
+    if len(gammas) < 2:
+        return math.inf
+    each = gammas.std(0) / math.sqrt(len(gammas))
+    return float(each if len(each) == 1 else (each / gammas.mean(0)).max())
+
+
+def _trace_step(problem: Problem, totals: Tensor) -> Step:
+    """Return the entry of the trace, for γ of all weights from each sample (K, 1)."""
+    noise = (float(problem.likelihood.dispersion),) if problem.likelihood.learns_dispersion else ()
+    gamma = float(totals.mean())
+    return Step(gamma, tuple(problem.prior.values.reshape(-1).tolist()), noise, gamma, _standard_error(totals))
+
+
+def _largest_change(one: Problem, other: Problem) -> float:
+    """Return the largest change of a logarithm, precisions and dispersion included."""
+    precisions = (other.prior.values.log() - one.prior.values.log()).abs().max()
+    noise = (other.likelihood.dispersion.log() - one.likelihood.dispersion.log()).abs()
+    return max(float(precisions), float(noise))

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.curvature.dense import LowRankCurvature
 from lapwing.data.batches import Data
-from lapwing.methods.ella import leading_rows, within
-from lapwing.methods.inducing_points import Anchors, InducingPoints, SubspaceCurvature
+from lapwing.methods.inducing_points import Anchors, InducingPoints, SubspaceCurvature, curvature_within, leading_rows
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.problem import Problem
 from tests import problems
@@ -190,7 +189,7 @@ def test_inducing_points_are_the_subspace_and_the_prior_outside(name: str, prior
     setting, problem, data, anchors = shared(name, given)
     rows = leading_rows(anchors, problem.prior, 5)
     directions = rows / problem.prior.vector
-    gram, statistics = within(problem, data, directions)
+    gram, statistics = curvature_within(problem, data, directions)
     network, phi = problem.network, problem.likelihood.dispersion
     subspace = SubspaceCurvature(network.selection, directions, gram).precision(phi, problem.prior)
     jacobians = network.linearise(setting.new).jacobians()

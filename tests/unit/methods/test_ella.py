@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.data.batches import Data
-from lapwing.methods import ella as module
-from lapwing.methods.ella import leading_rows, within
-from lapwing.methods.inducing_points import Anchors, InducingPoints, SubspaceCurvature
+from lapwing.methods import inducing_points as module
+from lapwing.methods.inducing_points import Anchors, InducingPoints, SubspaceCurvature, curvature_within, leading_rows
 from lapwing.methods.valla import collapsed_bound
 from lapwing.networks.network import Network
 from lapwing.problem import Problem
@@ -101,7 +100,7 @@ def test_the_curvature_within_is_the_ggns(name: str) -> None:
     d = torch.randn(5, len(ggn), dtype=D)
     whole = Network.build(case.build(), case.batch(3))
     problem = Problem(whole, problems.likelihood(case), lw.isotropic(1.0).bound(whole.selection, whole.theta()))
-    found, statistics = within(problem, Data(problems.batches(case), CPU), d)
+    found, statistics = curvature_within(problem, Data(problems.batches(case), CPU), d)
     assert_close(found, d @ ggn @ d.T)
     exact = fitted(lw.Full(), name).posterior.statistics
     assert (statistics.data, statistics.outputs) == (exact.data, exact.outputs)

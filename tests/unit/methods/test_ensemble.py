@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.ensemble import reinitialise
+from lapwing.methods.members import reinitialise
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
 from tests.tolerances import assert_close

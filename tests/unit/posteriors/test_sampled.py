@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.dropout import FixedMask, Masks
+from lapwing.methods.members import FixedMask, Masks
 from lapwing.networks.network import Network
 from lapwing.runtime.threads import global_seed
 

@@ -1,4 +1,4 @@
-"""KFAC: one Kronecker product for each layer, and EKFAC: its eigenvectors with exact eigenvalues."""
+"""Curvature by blocks: the diagonal, Kronecker factors (KFAC), and their eigenvectors with exact values (EKFAC)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from typing import ClassVar
 
 import torch
 
-from lapwing.curvature.blocks import FACTOR_LIMIT
-from lapwing.curvature.kronecker import SHARINGS, correct_eigenvalues, kronecker_curvature, share_decompositions
+from lapwing.curvature.blocks import FACTOR_LIMIT, DiagonalSum
+from lapwing.curvature.kronecker import (
+    SHARINGS,
+    blockwise_sum,
+    correct_eigenvalues,
+    kronecker_curvature,
+    share_decompositions,
+)
 from lapwing.curvature.sweep import CURVATURES, DRAWS, Sweep, accumulate, choose_seeds
 from lapwing.data.batches import Data
 from lapwing.methods.base import (
@@ -32,6 +38,55 @@ DECOMPOSITION = {"cpu": 7, "gpu": 33}
 
 
 @dataclass(frozen=True)
+class Diagonal(SumsData, Method):
+    """The exact diagonal of the GGN: the smallest and fastest curvature, without correlations between weights.
+
+    Args:
+        curvature: "ggn" (exact), "fisher_mc" (an estimate from gradients at labels drawn from the model), "empirical"
+            (from gradients at the targets, see docs/methods/weight_space.md), or None: exact up to 64 outputs of a
+            sample, C or T C, and estimated above. The last linear layer is exact for all but "empirical".
+        draws: The number of labels drawn for each datum where the curvature is estimated. The error falls as one over
+            the root of data times draws; ``posterior.findings`` states it.
+
+    Raises:
+        UnsupportedError: If a setting is not one of the above.
+
+    Cost: one forward pass and a backward pass for each of the C outputs, or for each draw; none for the last linear
+    layer. P numbers.
+    Exact when: the GGN is diagonal, as in a network with one weight for each output.
+
+    >>> from lapwing.api import fit
+    >>> from lapwing.likelihoods.numbers import Gaussian
+    >>> x, net = torch.tensor([[-1.0], [1.0]]), torch.nn.Linear(1, 1)
+    >>> fit(net, [(x, x)], Gaussian(noise_std=1.0), method=Diagonal(), prior=1.0).functions(x).std
+    tensor([[0.8165],
+            [0.8165]])
+    """
+
+    curvature: str | None = setting(None, one_of(CURVATURES) | NONE)
+    draws: int = setting(DRAWS, integer())
+    spans_processes: ClassVar[bool] = True
+    conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Diagonal(), "orthogonal"),))
+
+    def sum_data(self, problem: Problem, data: Data, generator: torch.Generator | None) -> Sums:
+        network = problem.network
+        compute = lambda sweep: blockwise_sum(sweep, network, [DiagonalSum(block, network) for block in network.layout])
+        seeds = choose_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
+        return accumulate(compute, problem, data, seeds, "Diagonal")
+
+    def cost(self, workload: Workload) -> Cost:
+        workload, size = workload.with_curvature(self.curvature, self.draws), workload.weights
+        fit, predict = Work(workload.blockwise + workload.squares), workload.prediction(Work(workload.quadratic))
+        peak = workload.jacobian_bytes(formed=True, streams=True) + 8 * size
+        return workload.cost(workload.itemsize * size, peak, fit, predict)
+
+    @classmethod
+    def offer(cls, requirements: Requirements) -> Offer:
+        """Return the fallback for weights that are chosen one by one."""
+        return Offer(cls(), 3)
+
+
+@dataclass(frozen=True)
 class _Kronecker(Method):
     """The settings of Kronecker factors."""
 
@@ -42,10 +97,18 @@ class _Kronecker(Method):
     factor_limit: int = setting(FACTOR_LIMIT, integer())
     spans_processes: ClassVar[bool] = True
 
-    def _work(self, workload: Workload) -> tuple[Workload, KroneckerWork]:
-        """Return the workload of this curvature, and what its factors take."""
-        workload = workload.with_curvature(self.curvature, self.draws)
-        return workload, KroneckerWork(workload, self.full_limit, self.factor_limit)
+    def cost(self, workload: Workload) -> Cost:
+        if workload.single:
+            return Cost.unsupported("single weights have no Kronecker structure")
+        return self._cost_of(self._work(workload))
+
+    def _work(self, workload: Workload) -> KroneckerWork:
+        """Return what the factors of this curvature take."""
+        return KroneckerWork(workload.with_curvature(self.curvature, self.draws), self.full_limit, self.factor_limit)
+
+    def _cost_of(self, factors: KroneckerWork) -> Cost:
+        """Return the cost, given what the factors take."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -97,10 +160,8 @@ class Kron(SumsData, _Kronecker):
         curvature, statistics, estimate = accumulate(compute, problem, data, seeds, "Kron")
         return share_decompositions(curvature, data.processes), statistics, estimate
 
-    def cost(self, workload: Workload) -> Cost:
-        if workload.single:
-            return Cost.unsupported("single weights have no Kronecker structure")
-        workload, factors = self._work(workload)
+    def _cost_of(self, factors: KroneckerWork) -> Cost:
+        workload = factors.workload
         peak = workload.jacobian_bytes(streams=True) + factors.basis_bytes
         fit = Work(workload.blockwise + factors.sums)
         predict = workload.prediction(Work(factors.rotation(workload.outputs) + workload.quadratic))
@@ -118,7 +179,9 @@ class Kron(SumsData, _Kronecker):
             return Offer(cls(), 2)
         for limit in LIMITS:
             method = cls(factor_limit=limit)
-            memory, one_pass, decompositions = method._needs(requirements.workload, requirements.gpu)
+            factors, one_pass = method._work(requirements.workload), method.cost(requirements.workload).fit.total
+            memory = factors.nbytes + factors.basis_bytes
+            decompositions = factors.cubes * DECOMPOSITION["gpu" if requirements.gpu else "cpu"]
             if memory <= requirements.memory and decompositions <= max(requirements.work - one_pass, one_pass):
                 break
         total = one_pass + decompositions
@@ -126,12 +189,6 @@ class Kron(SumsData, _Kronecker):
             return Offer(method, 2)
         kind = "Kronecker factors" + ("" if limit == FACTOR_LIMIT else f" with factor_limit={limit}")
         return Offer(method, 2, memory, total, kind)
-
-    def _needs(self, workload: Workload, gpu: bool) -> tuple[float, float, float]:
-        """Return the bytes of factors and eigenvectors, and the multiplications of the pass and of decompositions."""
-        workload, factors = self._work(workload)
-        cubes = factors.cubes * DECOMPOSITION["gpu" if gpu else "cpu"]
-        return factors.nbytes + factors.basis_bytes, self.cost(workload).fit.total, cubes
 
 
 @dataclass(frozen=True)
@@ -180,10 +237,8 @@ class EKron(_Kronecker):
         corrected = correct_eigenvalues(second, kron)
         return WeightPosterior.fitted(problem, corrected, second.statistics, second.estimate)
 
-    def cost(self, workload: Workload) -> Cost:
-        if workload.single:
-            return Cost.unsupported("single weights have no Kronecker structure")
-        workload, factors = self._work(workload)
+    def _cost_of(self, factors: KroneckerWork) -> Cost:
+        workload = factors.workload
         diagonals = 8 * workload.weights  # in float64
         peak = workload.jacobian_bytes(formed=True, streams=True) + factors.nbytes + diagonals
         corrected = factors.rotation(workload.seeds, closed=True) + workload.squares
