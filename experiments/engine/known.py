@@ -12,6 +12,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "calibration": "experiments.calibration_jobs:Calibration",
     "cifar": "experiments.cifar:Cifar",
     "cnn": "experiments.vision.cnn:Convolutional",
+    "crossfit": "experiments.crossfit:Crossfitting",
     "costs": "experiments.costs:Costs",
     "decisions": "experiments.decisions:Decisions",
     "drift": "experiments.vision.drift:Drift",
