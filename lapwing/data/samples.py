@@ -292,7 +292,7 @@ def refuse_copies(marks: Sequence[T | None], name: str, same: Callable[[T, T], b
 class SampleSet(ABC):
     """Inputs that say themselves how many samples they hold, how some are taken, and what the model is called with.
 
-    A class inherits from it and defines the first four members. ``docs/graphs.md`` has examples.
+    A class inherits from it and defines the first four members. ``docs/howto/graphs.md`` has examples.
 
     >>> class Sets(SampleSet):  # sets of numbers; the model takes their sums
     ...     def __init__(self, members): self.members = members
