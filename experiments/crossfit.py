@@ -21,7 +21,7 @@ from experiments.crossfit_tasks import TASKS, Pair, Task, strange
 from experiments.data import data_folder
 from experiments.engine.contract import Record
 from experiments.options import Progress
-from lapwing.decisions.conformal import conformal_rank
+from lapwing.decisions.guarantees import conformal_rank
 from lapwing.demo.training import crps
 from lapwing.tuners.mixing import TEMPERATURES
 
