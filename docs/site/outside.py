@@ -1,7 +1,8 @@
 """What MkDocs does not do by itself: files outside docs/ in the site, formulas that need no script, doctests as code.
 
-Links such as ``../CONTRIBUTING.md`` and ``../benchmarks/results/links.txt`` lead out of docs/. MkDocs knows files below
-docs/ alone: these are added to it under the same path without the dots, and the links are changed to them. Formulas
+Links such as ``../CONTRIBUTING.md``, ``../experiments/uci.md`` and ``../benchmarks/results/links.txt`` lead out of docs/.
+MkDocs knows files below docs/ alone: these are added to it under the same path without the dots, and the links are
+changed to them, and so are the links of those pages into docs/. Formulas
 become MathML, which browsers show by themselves, so that the site works offline.
 """
 
@@ -19,13 +20,14 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+EXPERIMENTS = "experiments/*.md"  # a page beside the code of each experiment; not in the navigation
 RESULTS = "benchmarks/results/*.txt"
 SOURCES = "docs/tutorials/*.py"
 OUT_OF_DOCS = re.compile(
-    r"\]\((?P<up>(?:\.\./)+)(?P<path>(?:benchmarks/results/|CONTRIBUTING|CHANGELOG|LICENSE)[^)]*)\)"
+    r"\]\((?P<up>(?:\.\./)+)(?P<path>(?:benchmarks/results/|experiments/|CONTRIBUTING|CHANGELOG|LICENSE)[^)]*)\)"
 )
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\\[\[(](?P<tex>.*?)\\[\])]</\1>', re.DOTALL)
-INTO_DOCS = re.compile(r"\]\(docs/(?P<path>[^)]+)\)")
+INTO_DOCS = re.compile(r"\]\((?P<up>(?:\.\./)*)docs/(?P<path>[^)]+)\)")
 
 
 class Doctests(Extension, Preprocessor):
@@ -56,7 +58,7 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the files from outside docs/."""
-    for path in sorted([*(ROOT / name for name in PAGES), *ROOT.glob(RESULTS)]):
+    for path in sorted([*(ROOT / name for name in PAGES), *ROOT.glob(EXPERIMENTS), *ROOT.glob(RESULTS)]):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     for path in sorted(ROOT.glob(SOURCES)):
         files.append(File.generated(config, path.relative_to(ROOT / "docs").as_posix(), abs_src_path=str(path)))
@@ -65,9 +67,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Change links that lead out of docs/, and those of a page from outside that lead into it."""
-    depth = page.file.src_uri.count("/")
-    inside = OUT_OF_DOCS.sub(lambda link: f"]({'../' * depth}{link['path']})", markdown)
-    return INTO_DOCS.sub(lambda link: f"]({link['path']})", inside) if page.file.src_uri in PAGES else inside
+    path = page.file.src_uri
+    if path in PAGES or path.startswith("experiments/"):
+        return INTO_DOCS.sub(lambda link: f"]({link['up']}{link['path']})", markdown)
+    return OUT_OF_DOCS.sub(lambda link: f"]({'../' * path.count('/')}{link['path']})", markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:
