@@ -1,4 +1,4 @@
-"""The pages under docs/ and their Python examples, which run in one namespace for each page.
+"""The pages under docs/ and beside the experiments, and their Python examples, which run in one namespace for each page.
 
 A page with the comment ``<!-- needs: integrations -->`` needs packages that `make test` does not install: its examples
 run in `make test-integrations` (tests/integrations/test_docs.py), those of all other pages in tests/unit/test_docs.py.
@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
+EXPERIMENTS = DOCS.parent / "experiments"
+PAGES = sorted([*DOCS.rglob("*.md"), *EXPERIMENTS.rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS_INTEGRATIONS = "<!-- needs: integrations -->"
 
 
 def named(page: Path) -> str:
-    return page.relative_to(DOCS).as_posix()
+    return page.relative_to(DOCS if DOCS in page.parents else DOCS.parent).as_posix()
 
 
 def examples(page: Path) -> list[tuple[int, str]]:

@@ -19,7 +19,7 @@ import lapwing as lw
 from tests.pages import DOCS, PAGES, examples, named, pages_with_examples, run_examples
 from tests.pixels import drawn, inked, share
 
-# Every Python example under docs/ runs, every link leads somewhere.
+# Every Python example of a page runs, every link leads somewhere.
 
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 

@@ -23,7 +23,7 @@ import lapwing as lw
 from tests.tolerances import assert_close
 
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
-PAGE = (TUTORIALS / "README.md").read_text(encoding="utf-8")
+PAGE = (TUTORIALS.parents[1] / "experiments" / "tutorials.md").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ def assert_drawn(picture: Path) -> None:
     pixels = torch.tensor(imread(picture))[..., :3]
     assert min(pixels.shape[:2]) > 500
     assert float((pixels < 0.98).any(-1).float().mean()) > 0.05
-    assert f"../images/{picture.name}" in PAGE
+    assert f"../docs/images/{picture.name}" in PAGE
 
 
 def assert_shown(run: Run) -> None:
