@@ -1,4 +1,4 @@
-"""The pages under docs/ and beside the experiments, and their Python examples, which run in one namespace for each page.
+"""The pages under docs/ and beside the experiments; the Python examples of a page run in one namespace.
 
 A page with the comment ``<!-- needs: integrations -->`` needs packages that `make test` does not install: its examples
 run in `make test-integrations` (tests/integrations/test_docs.py), those of all other pages in tests/unit/test_docs.py.

@@ -1,9 +1,9 @@
 """What MkDocs does not do by itself: files outside docs/ in the site, formulas that need no script, doctests as code.
 
-Links such as ``../CONTRIBUTING.md``, ``../experiments/uci.md`` and ``../benchmarks/results/links.txt`` lead out of docs/.
-MkDocs knows files below docs/ alone: these are added to it under the same path without the dots, and the links are
-changed to them, and so are the links of those pages into docs/. Formulas
-become MathML, which browsers show by themselves, so that the site works offline.
+Links such as ``../CONTRIBUTING.md``, ``../experiments/uci.md`` and ``../benchmarks/results/links.txt`` lead out of
+docs/, and those of the experiments into it. MkDocs knows files below docs/ alone: these are added to it under the same
+path without the dots, and the links are changed. Formulas become MathML, which browsers show by themselves, so that
+the site works offline.
 """
 
 from __future__ import annotations
