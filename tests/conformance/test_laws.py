@@ -94,15 +94,6 @@ def test_batch_size_and_order_do_not_matter(case: Case, method: Any, near: float
     same(posterior, shuffled, case.batch(3, seed=1), near)
 
 
-def test_predictions_do_not_depend_on_the_batch_they_are_asked_in(
-    case: Case, near: float, posterior: lw.Fitted
-) -> None:
-    inputs = case.batch(5, seed=1)
-    together = posterior.functions(inputs).cov
-    alone = torch.cat([posterior.functions(dense.one(inputs, b)).cov for b in range(5)])
-    assert_close(alone, together, near)
-
-
 def test_another_prior_equals_refitting(case: Case, method: Any, near: float, posterior: lw.Fitted) -> None:
     stronger = fit(case, method, problems.batches(case), prior=4.0)
     new = case.batch(3, seed=1)
@@ -160,47 +151,6 @@ def test_last_layer_of_one_layer_is_all_weights(method: Any, near: float) -> Non
     )
     assert one.network.selection.names == two.network.selection.names
     same(one, two, x[:4], near)
-
-
-def test_named_everything_and_the_whole_subnetwork_are_all_weights() -> None:
-    case = BY_NAME["cnn"]
-    size = sum(p.numel() for p in case.build().parameters())
-    for method in (lw.Full(), lw.Diagonal(), lw.LowRank(rank=400)):
-        plain = fit(case, method, problems.batches(case))
-        for weights in (
-            lw.named("."),
-            lw.subnetwork(torch.arange(size)),
-            lw.subnetwork(torch.ones(size, dtype=torch.bool)),
-        ):
-            same(fit(case, method, problems.batches(case), weights=weights), plain, case.batch(3, seed=1))
-
-
-def test_equal_generators_give_equal_samples(case: Case, posterior: lw.Fitted) -> None:
-    inputs = case.batch(3, seed=1)
-    if not has_samples(posterior, inputs):
-        return
-    for draw in (
-        lambda g: posterior.weight_samples(3, g),
-        lambda g: posterior.function_samples(inputs, 3, g),
-        lambda g: posterior.network_samples(inputs, 3, g),
-    ):
-        one, two, other = (draw(torch.Generator().manual_seed(s)) for s in (5, 5, 6))
-        assert torch.equal(one, two)
-        assert not torch.equal(one, other)
-
-
-def test_functions_are_the_same_wherever_they_are_looked_at(case: Case, posterior: lw.Fitted) -> None:
-    """One draw of the weights for all inputs: asking for other inputs, in other batches, gives the same functions."""
-    inputs = case.batch(5, seed=1)
-    if not has_samples(posterior, inputs):
-        return
-    whole = posterior.function_samples(inputs, 4, torch.Generator().manual_seed(5))
-    assert whole.shape == (4, 5, *case.outputs)
-    for part in ([0, 1], [4], [3, 0, 2]):
-        some = posterior.function_samples(
-            problems.rows(inputs, torch.tensor(part)), 4, torch.Generator().manual_seed(5)
-        )
-        assert_close(some, whole[:, part])
 
 
 def test_function_samples_are_the_tangent_of_the_weight_samples(case: Case, posterior: lw.Fitted) -> None:

@@ -108,27 +108,6 @@ def test_low_rank_at_the_rank_of_the_ggn(name: str) -> None:
 ROWS = 400  # more than those of any named network with six data
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "attention", "squeezed"])
-@pytest.mark.parametrize("entry", LAWFUL)
-def test_float32_agrees_with_float64(name: str, entry: str) -> None:
-    """Twelve directions, for methods that choose some: so few are well above the rounding of float32."""
-    case, method = BY_NAME[name], lawful_entries()[entry].settings(12, ROWS)
-    model = case.build(torch.float32)
-    wide = case.build(torch.float32).double()
-    data = problems.batches(case, dtype=torch.float32)
-    data64 = [(cast(x, D), y) for x, y in data]
-    # A precision well above the rounding of the curvature, so that the comparison is about the code.
-    options = {"method": method, "prior": 4.0}
-    narrow = lw.fit(model, data, problems.likelihood(case), **options)
-    exact = lw.fit(wide, data64, problems.likelihood(case), **options)
-    inputs = case.batch(4, torch.float32, seed=1)
-    belief, expected = narrow.functions(inputs), exact.functions(cast(inputs, D))
-    assert belief.cov.dtype == torch.float32
-    assert_close(belief.cov, expected.cov, 0.5)
-    if narrow.posterior.provides(Posterior.log_evidence):
-        assert_close(narrow.log_evidence(), exact.log_evidence(), 0.5, dtype=torch.float32)
-
-
 @pytest.mark.parametrize("name", ["mlp", "cnn", "attention", "lstm"])
 @pytest.mark.parametrize("entry", ["map_only", *LAWFUL])
 def test_bfloat16_runs_and_is_near(name: str, entry: str) -> None:
@@ -193,14 +172,6 @@ def test_subnetwork_of_single_weights(method: object) -> None:
     loss = posterior.posterior.statistics.loss
     expected = -loss + 0.5 * (9 * math.log(PRECISION) - PRECISION * theta @ theta - torch.logdet(precision))
     assert_close(posterior.log_evidence(), expected)
-
-
-@pytest.mark.parametrize("method", [lw.Kron(), lw.EKron()])
-def test_subnetwork_has_no_kronecker_structure(method: object) -> None:
-    case = BY_NAME["mlp"]
-    with pytest.raises(lw.errors.UnsupportedError, match=r"no Kronecker structure; use Full\(\) or Diagonal\(\)"):
-        lw.fit(case.build(), problems.batches(case), "classification", method=method,
-               weights=lw.subnetwork(torch.arange(5)))  # fmt: skip
 
 
 # Kron, EKron, LowRank and inducing points against the dense matrices they stand for, on every named network.

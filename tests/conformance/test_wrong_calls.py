@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from tests import problems
 
 D = torch.float64
 GENERATOR = torch.Generator().manual_seed(0)
@@ -237,10 +236,6 @@ def rows() -> Iterator[Any]:
             yield pytest.param(call, value, id=f"{name} {number}")
 
 
-def test_the_table_is_long_enough() -> None:
-    assert len(list(rows())) >= 300
-
-
 @pytest.mark.parametrize(("call", "value"), [*rows()])
 def test_a_wrong_call_is_refused_with_what_was_expected(call: Call, value: Any) -> None:
     before = {key: tensor.clone() for key, tensor in NET.state_dict().items()}
@@ -291,14 +286,3 @@ def test_an_unusual_call_is_right(name: str) -> None:
 def test_a_misspelt_name_is_answered_with_the_nearest(call: Callable[[], Any], meant: str) -> None:
     with pytest.raises(lw.LapwingError, match=f"Did you mean '{meant}'"):
         call()
-
-
-def test_a_refusal_leaves_the_model_as_it_was() -> None:
-    model = small()
-
-    def run() -> None:
-        for options in ({"method": 3}, {"weights": 3}, {"likelihood": 3}, {"prior": "flat"}):
-            with pytest.raises(lw.LapwingError):
-                fit(model, **options)
-
-    problems.unchanged(model, run)

@@ -24,7 +24,6 @@ from lapwing.priors import (
     GPrior,
     Prior,
     diagonal,
-    g_prior,
     group_starting_precisions,
     grouped,
     isotropic,
@@ -146,12 +145,6 @@ def test_what_is_refused(make: Callable[[], Prior], message: str) -> None:
         make().bound(SELECTION, LIKE)
 
 
-def test_a_mean_that_is_not_finite_is_refused() -> None:
-    for mean in (math.nan, torch.full((WHOLE,), math.inf)):
-        with pytest.raises(lw.errors.NumericalError, match=r"prior mean.*finite"):
-            isotropic(1.0, mean).bound(SELECTION, LIKE)
-
-
 def test_gradients_reach_the_given_precisions() -> None:
     given = torch.tensor([1.0, 2.0, 3.0], dtype=D, requires_grad=True)
     prior = per_layer(given).bound(SELECTION, LIKE)
@@ -236,14 +229,6 @@ def test_a_group_for_each_pattern(selection: Selection, mean: float) -> None:
     assert_close(prior.sum_groups(theta), torch.stack([theta[expected == 5.0].sum(), theta[expected == 0.3].sum()]))
 
 
-def test_gradients_reach_the_precisions_of_groups() -> None:
-    given = {name: torch.tensor(value, dtype=D, requires_grad=True) for name, value in PATTERNS.items()}
-    prior = grouped(given).bound(SELECTION, LIKE)  # type: ignore[arg-type]
-    prior.logdet().backward()
-    assert given[r".*\.weight"].grad.item() == pytest.approx(12 / 5.0)  # type: ignore[union-attr]
-    assert given[r".*bias|scale"].grad.item() == pytest.approx(7 / 0.3)  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     ("patterns", "error", "message"),
     [
@@ -262,12 +247,6 @@ def test_gradients_reach_the_precisions_of_groups() -> None:
 def test_patterns_that_do_not_fit_are_refused(patterns: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         grouped(patterns).bound(SELECTION, LIKE)
-
-
-@pytest.mark.parametrize("given", [{}, 2.0, torch.ones(2), None])
-def test_groups_need_a_mapping(given: Any) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=r"grouped\(\) got .*; expected a mapping from patterns"):
-        grouped(given)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -506,20 +485,6 @@ def test_gradient_in_g_equals_finite_differences(method: str) -> None:
     fitted.with_prior(lw.priors.g_prior(g)).log_evidence().backward()
     high, low = (fitted.with_prior(lw.priors.g_prior(0.6 + s * 1e-5)).log_evidence() for s in (1, -1))
     assert_close(g.grad, (high - low).detach() / 2e-5, SOLVED)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: g_prior(-1.0), "run from -1 to -1; expected positive"),
-        (lambda: g_prior(math.inf), "inf"),
-        (lambda: g_prior(torch.ones(2)), "the prior GPrior got 2 precisions; expected 1"),
-        (lambda: g_prior(1.0, torch.zeros(4)), "prior mean has 4 entries; expected 1 or 19"),
-    ],
-)
-def test_wrong_values_of_g_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(lw.errors.NumericalError, match=message):
-        make().bound(SELECTION, LIKE)
 
 
 def test_the_curvature_of_other_weights_is_refused() -> None:
@@ -782,18 +747,6 @@ def test_single_weights(name: str, kind: str) -> None:
     assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one[:, index], other[:, index], given.vector))
 
 
-@pytest.mark.parametrize("weights", [lw.last_layer, lw.named("bias")], ids=["last", "bias"])
-def test_some_parameters(weights: Any) -> None:
-    case = BY_NAME["mlp"]
-    network = Network.build(case.build(), case.batch(ONE), weights)
-    jac, other_jac = jacobians(network, "mlp")
-    names = list(network.selection.names)
-    one, other = (dense.jacobian(case.build(), case.batch(n, seed=s), n, names).flatten(0, 1)
-                  for n, s in ((ONE, 5), (OTHER, 8)))  # fmt: skip
-    given = prior("per_layer", network)
-    assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one, other, given.vector))
-
-
 @pytest.mark.parametrize("name", ["mlp", "resnet_batchnorm", "conv_zoo", "attention", "lstm", "embedding"])
 def test_a_small_byte_budget_changes_nothing(name: str) -> None:
     network = Network.build(BY_NAME[name].build(), BY_NAME[name].batch(ONE))
@@ -849,15 +802,3 @@ def test_float32_networks_have_float32_kernels() -> None:
     one, other = rows("cnn")
     assert_close(kernel, inducing.kernel(one, other, given.vector))
     assert_close(prior_kernel(jac.double(), given, other_jac.double()), kernel.double(), dtype=torch.float32)
-
-
-@pytest.mark.parametrize("name", ["mlp", "attention", "gru"])
-def test_the_model_is_left_as_it_was(name: str) -> None:
-    model, case = BY_NAME[name].build(), BY_NAME[name]
-
-    def run() -> Tensor:
-        network = Network.build(model, case.batch(ONE))
-        return prior_kernel(jacobians(network, name)[0], prior("per_layer", network))
-
-    kernel = problems.unchanged(model, run)
-    assert not kernel.requires_grad

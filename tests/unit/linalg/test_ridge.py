@@ -106,13 +106,6 @@ def test_complete_noise_has_the_exact_covariance() -> None:
         assert_close(z.T @ z / len(z), covariance, SOLVED)
 
 
-def test_many_samples_have_the_covariance() -> None:
-    x = matrix(5, 4)
-    z = drawn(x, samples=4000, seed=5).samples(0.7, 0.5, 1e-8).x
-    covariance = torch.linalg.inv(x.T @ x / 0.5 + 0.7 * torch.eye(4, dtype=D))
-    assert_within(z[:, :, None] * z[:, None, :], covariance)
-
-
 def test_noise_is_standard_normal_and_kept_on_request() -> None:
     x = matrix()
     ridge = drawn(x, samples=800)
@@ -391,11 +384,6 @@ def test_steps_average_precisions(step: float) -> None:
     before = Inducing(EYE + information(1))
     after = before.update(information(2), step)
     assert_close(after.precision, (1 - step) * (EYE + information(1)) + step * (EYE + information(2)))
-
-
-def test_one_step_of_length_one_forgets_the_start() -> None:
-    one, other = (Inducing(EYE + information(seed)).update(information(9), 1.0).precision for seed in (1, 2))
-    assert torch.equal(one, other)
 
 
 def test_averaged_steps_of_batches_are_one_step_on_all() -> None:

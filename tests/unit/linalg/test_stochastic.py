@@ -152,14 +152,6 @@ def test_gradients_from_parts_reach_their_tolerance(objective: str, generator: t
     assert float(sdd(system, epochs=800, generator=generator).residuals.max()) < 1e-12
 
 
-def test_samples_have_the_covariance_of_the_posterior(generator: torch.Generator) -> None:
-    x, (zeta, eps) = matrix(9, 4), noise(5_000, 9, 4)
-    system = Perturbed(MatrixDesign(x, 2), zeta, eps, SHIFT)
-    samples = solved(sdd, system, epochs=100, tolerance=1e-4, generator=generator)
-    expected = torch.linalg.inv(x.T @ x + SHIFT * torch.eye(4, dtype=D))
-    assert_within(samples[:, :, None] * samples[:, None, :], expected)
-
-
 @pytest.mark.parametrize("solve", [sgd, sdd])
 def test_a_streamed_design_is_taken_in_its_order(solve: Solve, generator: torch.Generator) -> None:
     x, (zeta, eps) = matrix(), noise()

@@ -139,14 +139,6 @@ def test_random_forward_passes_are_refused_as_such(how: str, dtype: torch.dtype)
         Network.build(model, x().to(dtype))
 
 
-@pytest.mark.parametrize("method", [lw.Sampled(), lw.KernelSpace(), lw.Full(), lw.Kron(), lw.baselines.MapOnly()])
-def test_no_method_fits_a_random_forward_pass(method: Any) -> None:
-    torch.manual_seed(0)
-    inputs, y = x().float(), torch.randint(0, 3, (6,))
-    with pytest.raises(ModelError, match="the forward pass is random"):
-        lw.fit(noisy(1e-3), [(inputs, y)], "classification", method=method, prior=1.0)
-
-
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e-7), (torch.float64, 1e-15), (torch.bfloat16, 1e-3)])
 def test_rounding_is_not_taken_for_randomness(dtype: torch.dtype, size: float) -> None:
     """Kernels on a GPU, and threads, may add up in another order."""
@@ -210,11 +202,6 @@ def test_buffers_that_become_nan_or_change_beside_one_are_put_back(name: str, en
     with pytest.raises(ModelError, match="changes its own weights or buffers"), refusing_changes(model):
         buffer[entry] = value
     torch.testing.assert_close(buffer, before, equal_nan=True)
-
-
-def test_a_buffer_that_stays_nan_has_not_changed() -> None:
-    with refusing_changes(stateful()):
-        pass
 
 
 def test_mixed_samples_are_refused_after_a_first_batch_of_one() -> None:
@@ -328,27 +315,6 @@ def test_an_exception_in_forward_leaves_the_model_as_it_was(calls: int, weights:
             lw.fit(model, [(inputs, y)] * 9, "classification", weights=weights, method="ekron").predict(inputs)
 
     problems.unchanged(model, run)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_predictions_under_no_grad(mode: Any) -> None:
-    case = BY_NAME["mlp"]
-    model, data = case.build(), problems.batches(case)
-    posterior = lw.fit(model, data, "classification", method="full", prior=1.0)
-    expected = posterior.predict(case.batch(4)).probs
-    with mode():
-        inputs = case.batch(4)
-        assert_close(posterior.predict(inputs).probs, expected)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_fit_under_no_grad(mode: Any) -> None:
-    case = BY_NAME["mlp"]
-    model, data = case.build(), problems.batches(case)
-    expected = lw.fit(model, data, "classification", method="full")
-    with mode():
-        posterior = lw.fit(model, data, "classification", method="full")
-    assert_close(posterior.prior.values.clone(), expected.prior.values)
 
 
 def test_compiled_and_parallel_models_are_unwrapped() -> None:
@@ -497,18 +463,6 @@ def test_attributes_that_forward_writes_stay_in_the_copy() -> None:
     model.calls = 0
     problems.unchanged(model, lambda: lw.fit(model, [(X, Y)], "classification", prior=1.0).predict(X))
     assert model.calls == 0
-
-
-def test_hooks_that_come_and_go_after_the_fit() -> None:
-    model, seen = nn.Sequential(nn.Linear(4, 3)).double(), list[int]()
-    posterior = lw.fit(model, [(X, Y)], "classification", prior=1.0)
-    handle = model[0].register_forward_hook(lambda *_: seen.append(1))
-    posterior.predict(X)
-    assert seen
-    handle.remove()
-    seen.clear()
-    posterior.predict(X)
-    assert not seen
 
 
 def test_hooks_that_were_there_at_the_fit_may_go_and_others_come() -> None:

@@ -253,19 +253,6 @@ def test_named_and_subnetwork_jacobians(name: str) -> None:
     assert_close(network.vjp(inputs, u), torch.einsum("bcp,nbc->np", whole[..., index], u.flatten(2)))
 
 
-def test_model_is_left_as_it_was(case: Case) -> None:
-    model, inputs = case.build(), case.batch(4)
-    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-    def run() -> None:
-        network = Network.build(model, inputs)
-        network.linearise(inputs).jacobians().whole()
-        network.jvp(inputs, torch.ones(1, size, dtype=torch.float64))
-        network.vjp(inputs, torch.ones(1, 4, *case.outputs, dtype=torch.float64))
-
-    problems.unchanged(model, run)
-
-
 def test_rows_that_follow_the_data() -> None:
     """All samples pass at first, later only some do."""
 

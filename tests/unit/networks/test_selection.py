@@ -160,23 +160,6 @@ def test_subnetwork_by_index_and_by_mask_agree() -> None:
         assert_close(network.theta(), flat[chosen])
 
 
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        (torch.tensor([3, 83]), r"0\.\.82"),
-        (torch.tensor([-1, 2]), r"0\.\.82"),
-        (torch.tensor([], dtype=torch.long), "at least one"),
-        (torch.tensor([4, 4, 5]), "repeat"),
-        (torch.ones(82, dtype=torch.bool), "82 entries; expected 83"),
-        (torch.zeros(83, dtype=torch.bool), "at least one"),
-    ],
-)
-def test_subnetwork_refuses(index: Tensor, message: str) -> None:
-    case = BY_NAME["mlp"]
-    with pytest.raises(ModelError, match=message):
-        Network.build(case.build(), case.batch(3), subnetwork(index))
-
-
 def test_selection_splits_and_fills() -> None:
     selection = Selection(("a", "b", "s"), ((2, 3), (4,), ()), torch.tensor([1, 5, 7, 10]))
     assert (selection.total, selection.size) == (11, 4)

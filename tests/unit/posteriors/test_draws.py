@@ -325,11 +325,3 @@ def test_samples_of_the_tangent_models_optimum(monkeypatch: pytest.MonkeyPatch) 
     posterior = lw.fit(net, (x, y), "classification", method=lw.Diagonal(), tuner=tuner)
     assert posterior.network.shift is not None
     assert_close(samples(posterior, x), by_jacobians(posterior, x, monkeypatch))
-
-
-def test_samples_in_inference_mode_are_the_same() -> None:
-    net, (x, y) = problem()
-    posterior = lw.fit(net, (x, y), "classification", prior=3.0)
-    expected = samples(posterior, x)
-    with torch.inference_mode():
-        assert_close(samples(posterior, x), expected)

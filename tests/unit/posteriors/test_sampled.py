@@ -49,15 +49,6 @@ ASKED: dict[str, Callable[[lw.Fitted], Any]] = {
 
 
 @pytest.mark.parametrize("what", ASKED)
-def test_inference_mode_changes_nothing(what: str) -> None:
-    one, other = fitted(), fitted()
-    expected = torch.as_tensor(ASKED[what](one))
-    with torch.inference_mode():
-        answer = torch.as_tensor(ASKED[what](other))
-    assert torch.equal(answer.clone(), expected)
-
-
-@pytest.mark.parametrize("what", ASKED)
 def test_nothing_of_inference_mode_is_remembered(what: str) -> None:
     """What was computed there must be able to take part in a gradient."""
     asked = fitted()
@@ -102,15 +93,6 @@ def test_nothing_of_autocast_is_remembered() -> None:
     assert error == one.evidence_error
     assert torch.equal(other.log_evidence(), one.log_evidence())
     assert torch.equal(samples, one.posterior.samples)
-
-
-@pytest.mark.parametrize("n", [2.5, 2.0, True, "2", None])
-def test_samples_are_counted_in_whole_numbers(n: Any) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=f"n is {n!r}; expected an integer"):
-        fitted().weight_samples(n)
-    if isinstance(n, float):
-        with pytest.raises(lw.errors.UnsupportedError, match=f"n is {n!r}; expected an integer"):
-            fitted().function_samples(setting()[1][:5], n)  # type: ignore[arg-type]
 
 
 # The random numbers that members take: of their seed, without touching anybody else's.

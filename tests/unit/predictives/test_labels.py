@@ -137,13 +137,6 @@ def test_mc_follows_its_seed(seed: int) -> None:
     assert not torch.equal(one.probs, lw.Categorical(link="mc", seed=seed + 1).predict(b).probs)
 
 
-def test_mc_draws_do_not_touch_the_global_generator() -> None:
-    b = belief(1.0)
-    before = torch.get_rng_state()
-    assert lw.Categorical(link="mc").predict(b).mutual_information.shape == (B,)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("link", LINKS)
 def test_log_prob_and_distribution(link: str) -> None:
     p = lw.Categorical(link=link).predict(belief(1.0))
@@ -402,24 +395,11 @@ def test_draws_are_antithetic_and_have_the_moments_of_the_belief(n: int) -> None
         assert_close(cov, project @ b.cov @ project)
 
 
-def test_equal_seeds_give_equal_draws_and_others_do_not() -> None:
-    b = links_belief(3)
-    assert_close(logit_draws(b, 32, 1), logit_draws(b, 32, 1))
-    assert float((logit_draws(b, 32, 1) - logit_draws(b, 32, 2)).abs().max()) > 1e-3
-
-
 @pytest.mark.parametrize("likelihood", [lw.Categorical, lw.Bernoulli])
 def test_link_temperature_divides_mean_and_spread(likelihood: type) -> None:
     b = links_belief(4)
     divided = lw.FunctionGaussian(b.mean / 2.5, b.cov / 2.5**2)
     assert_close(likelihood(link_temperature=2.5).predict(b).probs, likelihood().predict(divided).probs)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("likelihood", [lw.Categorical, lw.Bernoulli])
-def test_a_wrong_link_temperature_is_refused(likelihood: type, value: float) -> None:
-    with pytest.raises(lw.errors.DataError, match="link_temperature"):
-        likelihood(link_temperature=value)
 
 
 def test_numbers_that_are_scored_are_those_of_the_probabilities() -> None:

@@ -144,13 +144,6 @@ def test_counts_are_averages(generator: torch.Generator) -> None:
     assert_close(p.variance, average([e.variance + e.mean.square() for e in components]) - p.mean.square())
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.5])
-def test_a_wrong_number_of_draws_is_refused(n: Any) -> None:
-    p, _ = mixture(DENSITIES, 1)
-    with pytest.raises(lw.errors.UnsupportedError, match="n is"):
-        p.sample(n)
-
-
 def test_autocast_does_not_change_a_mean_that_is_read_under_it() -> None:
     """Predictives are computed when they are read, and kept."""
     narrow = [lw.FunctionGaussian(b.mean.float(), b.cov.float()) for b in beliefs(2, same_mean=False)]

@@ -121,19 +121,6 @@ def test_a_variance_below_zero_is_refused(worse: float) -> None:
         _ = belief.std
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
-def test_numbers_of_samples_below_one_are_refused(n: Any) -> None:
-    belief = FunctionGaussian(torch.zeros(B, C, dtype=D), covariance(B, C))
-    with pytest.raises(UnsupportedError, match=r"n is .*; expected"):
-        belief.sample(n)
-
-
-def test_a_generator_of_another_type_is_refused() -> None:
-    belief: Any = FunctionGaussian(torch.zeros(B, C, dtype=D), covariance(B, C))
-    with pytest.raises(UnsupportedError, match=r"generator is 5; expected torch.Generator\(\).manual_seed"):
-        belief.sample(2, 5)
-
-
 def test_draws_in_pieces_are_the_same_draws() -> None:
     """The roots of all covariances would take several times their memory."""
     root = torch.randn(7, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
