@@ -87,14 +87,6 @@ def test_samples_are_dense_solves_of_the_same_noise(shape: str, samples: int) ->
     assert float(posterior.solution.residuals.max()) <= 1e-12
 
 
-def test_samples_of_many_weights() -> None:
-    exact = problem((200, 800))
-    posterior = lw.linear.fit(exact.x, exact.y, **GIVEN, num_samples=12, tolerance=1e-12)
-    ridge = noise(exact.x, 12)
-    expected = draws(exact.x, ridge.prior, ridge.eps, torch.full((800,), ALPHA, dtype=D), PHI)
-    assert_close(posterior.solution.x, expected, CLOSE)
-
-
 def test_many_samples_have_the_covariance() -> None:
     exact = problem((9, 6))
     gap = lw.linear.fit(exact.x, exact.y, **GIVEN, num_samples=4000).samples() - exact.mean(ALPHA, PHI)
@@ -534,18 +526,6 @@ def test_a_singular_prior_covariance_confines_the_weights() -> None:
     assert_close(posterior.mean, root @ exact.mean(ALPHA, PHI), SOLVED)
     assert posterior.samples().shape == (16, P)
     assert posterior.log_evidence()[0] == pytest.approx(exact.log_evidence(ALPHA, PHI), rel=1e-7)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_float32_features_with_a_prior_and_noise(layout: str) -> None:
-    problem = case(layout, "matrix", "matrix")
-    narrow = problem.features.float()
-    exact = replace(problem, features=narrow.double()).fit()
-    given = {"prior": problem.prior.float().double(), "noise": problem.noise}  # type: ignore[union-attr]
-    posterior = lw.linear.fit(narrow, problem.targets, **given, **LINEAR_GENERAL_GIVEN | {"tolerance": 1e-4})
-    assert posterior.mean.dtype == D
-    assert_close(posterior.mean, exact.mean, SOLVED, torch.float32)
-    assert_close(posterior.predict(narrow[:4]).variance, exact.predict(narrow[:4]).variance, SOLVED, torch.float32)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,7 +14,6 @@ import lapwing as lw
 from benchmarks.inverse_evidence import EVIDENCES, ONE, Signal, former_minus_exact, signal_scores, tuned
 from lapwing.inverse.priors import class_covariance
 from lapwing.linalg.operators import OperatorDesign
-from lapwing.networks.selection import Selection
 from tests.references import inverse as dense
 from tests.tolerances import SOLVED, assert_close, assert_within
 from tests.unit.inverse.problems import BLOCKS, DX, DY, NAMES, NOISE, SHAPE, VALUES, D, case, fitted, seed
@@ -331,14 +330,6 @@ def test_another_bound_prior_needs_the_same_blocks() -> None:
     isotropic = class_covariance(lw.isotropic(), posterior.problem.network.selection, torch.empty(0))
     with pytest.raises(lw.errors.UnsupportedError, match="other blocks"):
         posterior.with_prior(isotropic)
-
-
-def test_blocks_of_the_case_are_those_of_the_reference() -> None:
-    sizes = [tuple(dict(case().model.named_parameters())[name].shape) for name in NAMES]
-    prior = class_covariance(lw.priors.filter_gp(blocks=BLOCKS), Selection(NAMES, tuple(sizes)), torch.empty(0))
-    assert prior.names == (
-        "first.variance", "first.length_scale", "middle.variance", "middle.length_scale", "points.variance",
-    )  # fmt: skip
 
 
 # The matrix-free route: products, solves, samples and the evidence against the exact route and dense matrices.

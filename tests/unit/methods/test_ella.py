@@ -107,16 +107,6 @@ def test_the_curvature_within_is_the_ggns(name: str) -> None:
     assert statistics.loss == pytest.approx(exact.loss, rel=1e-12)
 
 
-def test_landmarks_are_drawn_by_the_generator() -> None:
-    x = MLP.batch(3, seed=1)
-    one, two, other = (
-        fitted(lw.ELLA(4, 3), generator=torch.Generator().manual_seed(seed)).functions(x).cov for seed in (1, 1, 2)
-    )
-    assert_close(one, two)
-    assert not torch.allclose(one, other)
-    assert_close(fitted(lw.ELLA(4, 3)).functions(x).cov, fitted(lw.ELLA(4, 3)).functions(x).cov)
-
-
 @pytest.mark.parametrize("seed", [0, 3])
 def test_landmarks_are_independent_of_data_of_the_same_seed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers that made the inputs would order them, and all landmarks would lie at one end."""
@@ -191,13 +181,6 @@ def test_effective_parameters_are_those_of_the_subspace() -> None:
     assert_close(effective.by_precision, torch.stack([p.sum() for p in each.split([30, 35, 18])]))
 
 
-def test_the_prior_is_learned_where_none_is_given() -> None:
-    """By the evidence of the subspace."""
-    posterior = fitted(lw.ELLA(100, 6), prior=None)
-    values = [float(posterior.with_prior(float(posterior.prior.values) * f).log_evidence()) for f in (0.95, 1.0, 1.05)]
-    assert values[1] > max(values[0], values[2])
-
-
 # Refused.
 
 
@@ -241,19 +224,6 @@ def test_with_the_residual_the_evidence_is_a_bound() -> None:
     assert found[0] < full - 1
     assert found[-1] == pytest.approx(full, abs=1e-6)
     assert float(fit(lw.ELLA(30, 2)).log_evidence()) > found[0]  # the subspace alone has no such term
-
-
-@pytest.mark.parametrize("sizes", [(12,), (6, 6), (7, 5), (4, 4, 4)])
-def test_a_context_for_all_samples(sizes: tuple[int, ...]) -> None:
-    """Kept once, however the data are cut; landmarks at all data are then exact."""
-    torch.manual_seed(0)
-    network, context = problems.InContext().double(), 0.3 * torch.randn(5, 3, dtype=torch.float64)
-    x, y = torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64)
-    data, new = [((a, context), b) for a, b in problems.split(x, y, sizes)], (x[:8] + 0.1, context)
-    fit = lambda m: lw.fit(network, data, lw.Gaussian(noise_std=0.3), method=m, prior=1.0)
-    posterior, full = fit(lw.ELLA(100, 100, residual=True)), fit(lw.Full())
-    assert_close(posterior.functions(new).cov, full.functions(new).cov, SOLVED)
-    assert_close(posterior.log_evidence(), full.log_evidence(), SOLVED)
 
 
 # Locations learned by L-BFGS on the collapsed bound.
@@ -325,12 +295,6 @@ def test_a_search_that_has_not_converged_has_a_finding() -> None:
     assert posterior.trace.findings == (
         "the search did not converge in 2 steps and the bound still rises; raise steps",
     )
-
-
-def test_a_point_by_itself() -> None:
-    start = collapsed_fitted(lw.VaLLA(1, optimiser="none"))
-    for way in ("lbfgs", "adam"):
-        assert collapsed_fitted(lw.VaLLA(1, optimiser=way, steps=20)).log_evidence() > start.log_evidence()
 
 
 @pytest.mark.parametrize(("activation", "noise", "prior"), [(nn.ReLU, 1e-4, 0.1), (nn.Softplus, 1e-4, 1e-4)])
@@ -422,16 +386,6 @@ def test_the_covariance_is_the_inverse_within_the_span(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PRIORS)
-def test_never_above_the_exact_covariance(kind: str) -> None:
-    prior, (_, ggn) = bound(kind), data()
-    exact = torch.linalg.inv(ggn / PHI + torch.diag(prior.vector))
-    draws = curvature().precision(torch.tensor(PHI, dtype=D), prior).sample(torch.eye(P, dtype=D))
-    gap = torch.linalg.eigvalsh(exact - draws.T @ draws)
-    assert float(gap.min()) >= -1e-10 * float(exact.diagonal().max())
-    assert float(gap.max()) > 0.1 * float(exact.diagonal().max())
-
-
-@pytest.mark.parametrize("kind", PRIORS)
 def test_the_log_determinant_has_no_curvature_outside(kind: str) -> None:
     """Of A + A Dᵀ M⁻¹ G M⁻¹ D A / φ with M = D A Dᵀ: G within the span, the prior alone across it."""
     prior, (_, ggn), d = bound(kind), data(), directions()
@@ -453,17 +407,6 @@ def test_slopes_of_the_log_determinant(kind: str) -> None:
 
     leaves = (prior.values.log().clone().requires_grad_(), torch.tensor(0.3, dtype=D, requires_grad=True))
     assert torch.autograd.gradcheck(found, leaves, fast_mode=True)
-
-
-def test_all_directions_are_the_full_posterior() -> None:
-    prior, (jac, ggn) = bound("per_layer"), data()
-    whole = SubspaceCurvature(subspace_network().selection, torch.eye(P, dtype=D), ggn)
-    exact = torch.linalg.inv(ggn / PHI + torch.diag(prior.vector))
-    found = whole.precision(torch.tensor(PHI, dtype=D), prior)
-    jacobians = subspace_network().linearise(CASE.batch(4, seed=2)).jacobians()
-    assert_close(found.cross(jacobians), dense.joint_covariance(jac, exact))
-    assert_close(found.logdet(), -torch.linalg.slogdet(exact)[1])
-    assert_close(whole.inner_diagonal, ggn.diagonal())
 
 
 def test_the_basis_of_the_span_does_not_matter() -> None:

@@ -111,37 +111,6 @@ def test_the_network_runs_once_over_the_data() -> None:
     assert counts[0] == counts[1] == before[0]
 
 
-def test_joint_beliefs_and_samples(generator: torch.Generator) -> None:
-    """Outputs that hang together in a lopsided way: draws have L Lᵀ, which is far from Lᵀ L."""
-    x, y = classes()
-    plain = lw.fit(confident(), [(x, y)], "classification", method=lw.FMGP(6, steps=5))
-    mixing = torch.tensor([[3.0, 0.0, 0.0], [2.5, 0.1, 0.0], [0.0, 0.3, 0.2]], dtype=D)
-    kernel = FreeKernel(plain.posterior.kernel.kind, plain.posterior.kernel.log_lengths, mixing)
-    posterior = replace(plain.posterior, kernel=kernel, mix=1e-3 * plain.posterior.mix)
-    found = lw.Fitted(posterior, plain.fingerprint)
-    joint, belief = found.functions(x[:2], joint=True), found.functions(x[:2])
-    whole = joint.cov.reshape(6, 6)
-    assert_close(torch.stack([whole[:3, :3], whole[3:, 3:]]), belief.cov)
-    assert_close(joint.variance, belief.variance)
-    root = torch.linalg.cholesky(belief.cov)
-    assert float((root.mT @ root - belief.cov).abs().max()) > 0.5 * float(belief.cov.abs().max())
-    gap = (found.function_samples(x[:2], 3000, generator) - joint.mean).flatten(1)
-    assert_within(gap[:, :, None] * gap[:, None, :], whole)
-    apart = belief.sample(3000, generator) - belief.mean
-    assert_within(apart[..., :, None] * apart[..., None, :], belief.cov)
-
-
-def test_many_outputs_build_the_covariance_only_when_asked() -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 37)).double()
-    x, y = torch.randn(40, 3, dtype=D), torch.randint(0, 37, (40,))
-    posterior = lw.fit(network, [(x, y)], "classification", method=lw.FMGP(20, steps=5))
-    variance, cov = posterior.functions(x).variance, posterior.functions(x).cov
-    assert cov.shape == (40, 37, 37)
-    assert_close(variance, cov.diagonal(dim1=1, dim2=2))
-    assert not variance.requires_grad
-
-
 @pytest.mark.parametrize("count", [1, 1000])
 def test_few_data_and_many_points(count: int) -> None:
     """No more points than data; one datum is enough."""
@@ -150,14 +119,6 @@ def test_few_data_and_many_points(count: int) -> None:
         posterior = fitted(lw.FMGP(count, steps=5), lw.Gaussian(noise_std=0.3), data=[(x[:size], y[:size])])
         assert len(posterior.posterior.points) == min(count, size)
         assert bool(torch.isfinite(posterior.functions(x).cov).all())
-
-
-def test_progress_shows_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
-    loud = fitted(lw.FMGP(6, steps=5), progress=True)
-    assert "fixed-mean process" in capsys.readouterr().err
-    quiet = fitted(lw.FMGP(6, steps=5), progress=False)
-    assert capsys.readouterr().err == ""
-    assert torch.equal(loud.functions(curve()[0]).cov, quiet.functions(curve()[0]).cov)
 
 
 def test_the_prior_over_weights_does_not_matter() -> None:
@@ -261,29 +222,6 @@ def test_a_head_that_is_not_a_single_linear_map(name: str) -> None:
         last_layer_network(Network.build(case.build(), case.batch(3)), case.batch(3))
 
 
-def two_heads() -> nn.Module:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) + self.b(x.square())
-
-    return Two().double()
-
-
-def grouped() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(4, 6, 1, groups=2), nn.Flatten()).double()
-
-
-@pytest.mark.parametrize(("make", "shape"), [(two_heads, (4,)), (grouped, (4, 1, 1))])
-def test_several_maps_at_the_end(make: Any, shape: tuple[int, ...]) -> None:
-    x = torch.randn(5, *shape, dtype=D)
-    with pytest.raises(lw.errors.ModelError, match="no single linear map"):
-        last_layer_network(Network.build(make(), x), x)
-
-
 @pytest.mark.parametrize("name", ["conv1d", "sdpa"])
 def test_a_head_that_is_used_several_times(name: str) -> None:
     case = BY_NAME[name]
@@ -333,32 +271,6 @@ def test_entries(kind: str, each: bool) -> None:
     assert_close(kernel.between(u, z, NUMBERS), torch.tensor(across, dtype=D))
     points = [[entry(kernel, z[a], z[b], int(NUMBERS[a]), int(NUMBERS[b])) for b in range(M)] for a in range(M)]
     assert_close(kernel.points(z, NUMBERS), torch.tensor(points, dtype=D))
-
-
-@pytest.mark.parametrize("kind", KERNELS)
-def test_it_is_a_covariance(kind: str) -> None:
-    """Of outputs and points together: no eigenvalue below zero."""
-    kernel, u, z = made(kind), inputs(B, 0), inputs(M, 1)
-    size = B * OUTPUTS
-    across = kernel.between(u, z, NUMBERS).reshape(size, M)
-    whole = torch.cat([torch.cat([kernel.joint(u).reshape(size, size), across], 1),
-                       torch.cat([across.T, kernel.points(z, NUMBERS)], 1)])  # fmt: skip
-    assert float(torch.linalg.eigvalsh(whole).min()) >= -1e-12 * float(whole.diagonal().max())
-
-
-def test_rbf_forgets_with_distance_and_features_grow_with_it() -> None:
-    near, far = inputs(1, 0), 1e3 * inputs(1, 0)
-    rbf, features = made("rbf"), made("features")
-    assert float(rbf.between(far, near, NUMBERS[:1]).abs().max()) == 0
-    assert_close(rbf.marginal(far).contiguous(), rbf.marginal(near).contiguous())
-    assert float(features.marginal(far)[0, 0, 0]) > 1e4 * float(features.marginal(near)[0, 0, 0])
-
-
-def test_features_are_a_linear_layer_with_a_bias() -> None:
-    """Weights ~ N(0, 1 / (D ℓ²)) and a bias ~ N(0, 1)."""
-    kernel, u = made("features"), inputs(B, 0)
-    design = torch.cat([u / (kernel.log_lengths.exp() * math.sqrt(SIZE)), torch.ones(B, 1, dtype=D)], 1)
-    assert_close(kernel.joint(u)[:, 0, :, 0], design @ design.T * 1.5**2)
 
 
 @pytest.mark.parametrize("kind", KERNELS)
@@ -618,22 +530,6 @@ def test_above_so_many_outputs_covariances_wait_until_they_are_asked_for(
     assert not isinstance(late.covariance, Tensor)
     assert_close(late.variance, plain.variance)
     assert_close(late.cov, plain.cov)
-
-
-@pytest.mark.parametrize("kind", KERNELS)
-def test_the_dtype_is_the_networks(kind: str) -> None:
-    posterior, x = posterior_made(kind, torch.float32), CASE.batch(4, torch.float32, seed=1)
-    wide = posterior_made(kind)(CASE.batch(4, torch.float32, seed=1).double())
-    for belief in (posterior(x), posterior(x, joint=True)):
-        assert belief.mean.dtype == belief.cov.dtype == torch.float32
-    assert_close(posterior(x).cov, wide.cov, 0.5)
-
-
-@pytest.mark.parametrize(("kind", "parts"), [("rbf", []), ("features", ["last"])])
-def test_the_state_for_a_file(kind: str, parts: list[str]) -> None:
-    state = posterior_made(kind).state()
-    assert state.settings["kernel"] == kind
-    assert list(state.parts) == parts
 
 
 # Features and outputs as the process sees them: their units do not matter.

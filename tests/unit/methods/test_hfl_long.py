@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.methods.hfl import ResponsePosterior
 from lapwing.methods.hfl_response import FineTuner, Objective, Response
-from tests import minima, problems
+from tests import problems
 from tests.cases import BY_NAME
-from tests.minima import at_its_targets, copied, data, fitted, gapped, held_out, new, off, pretrained, shifted, small
+from tests.minima import at_its_targets, copied, data, fitted, gapped, new, off, pretrained, shifted, small
 from tests.references import dense
 from tests.references.minimum import Energy
 from tests.tolerances import SOLVED, assert_close
@@ -83,10 +83,6 @@ def test_covariances_of_all_outputs_within_and_across_inputs(kind: str, outputs:
     assert off(energy.each(x, energy.ggn()), energy.each(x)) > 0.01
     assert torch.equal(belief.cov, belief.cov.mT)
     assert torch.equal(joint.cov, joint.cov.permute(2, 3, 0, 1))
-
-
-def test_the_likelihoods_are_all_there() -> None:
-    assert {kind for kind, _ in KINDS} == {"gaussian", *minima.LIKELIHOODS}
 
 
 PRIORS: dict[str, tuple[Any, Any, float]] = {
@@ -218,19 +214,6 @@ def test_every_kind_of_network(name: str) -> None:
     assert off(cov, exact) < 1e-6
 
 
-def test_tokens_across_each_other() -> None:
-    case = BY_NAME["token_level"]
-    model, data, prior = at_its_targets(case)
-    jac = dense.jacobian(model, case.batch(6), 6).flatten(0, 1)
-    covariance = torch.linalg.inv(jac.T @ jac / 0.25 + 2.0 * torch.eye(jac.shape[1], dtype=D))
-    inputs = case.batch(1, seed=1)
-    new = dense.jacobian(model, inputs, 1)[0]
-    posterior = lw.fit(model, data, lw.Gaussian(noise_std=0.5), method=lw.HFL(), prior=prior)
-    joint = posterior.functions(inputs, joint=True)
-    assert joint.cov.shape == (1, 4, 3, 1, 4, 3)
-    assert off(joint.cov.reshape(12, 12), new @ covariance @ new.T) < 1e-6
-
-
 def test_what_no_weight_moves_has_no_variance() -> None:
     """A network without biases at zero, beside an input where it has some."""
     torch.manual_seed(3)
@@ -242,21 +225,6 @@ def test_what_no_weight_moves_has_no_variance() -> None:
         assert float(posterior.functions(x).variance[0]) == 0.0
         assert float(posterior.functions(x[:1]).variance) == 0.0
         assert off(posterior.functions(x).cov, energy.each(x)) < 1e-5
-
-
-@pytest.mark.parametrize("lam", [1e-12, 1e3])
-def test_a_strength_that_no_difference_can_have(lam: float) -> None:
-    energy = small()
-    x = new(energy)
-    posterior = fitted(energy, lw.HFL(lam=lam))
-    message = r"lam is \S+; expected between (\S+) \(.*rounding\) and (\S+) \(.*Leave lam out to have it chosen"
-    with pytest.raises(lw.errors.NumericalError, match=message) as error:
-        posterior.functions(x)
-    low, high = (float(part) for part in re.search(message, str(error.value)).groups())  # type: ignore[union-attr]
-    assert high == pytest.approx(float(energy.each(x).max()) ** -0.5, rel=0.05)
-    assert low == pytest.approx(2.2e-16 / 1e-6 / float(energy.each(x).min()), rel=0.5)
-    inside = fitted(energy, lw.HFL(lam=(low * high) ** 0.5))
-    assert off(inside.functions(x).cov, energy.each(x)) < 1e-4
 
 
 def test_a_push_out_of_the_basin() -> None:
@@ -674,30 +642,6 @@ def test_a_convolutional_network(solver: str) -> None:
     assert off(score, exact) < (1e-3 if solver == "newton" else 0.03)
 
 
-@pytest.mark.parametrize("variant", ["mean", "absolute", "random"])
-@pytest.mark.parametrize("weights", [None, lw.subnetwork(torch.tensor([1, 5, 13, 20, 24]))], ids=["all", "some"])
-def test_files_hold_all_that_is_needed(variant: str, weights: Any, tmp_path: Path) -> None:
-    energy = small()
-    method = lw.HFL(mode="pretrained", variant=variant, pushes=4, calibration=held_out(energy))
-    posterior = fitted(energy, method, weights=weights)
-    posterior.save(tmp_path / "it")
-    again = lw.load(tmp_path / "it", copied(energy).model)
-    x = new(energy, 5)
-    assert torch.equal(again.functions(x).cov, posterior.functions(x).cov)
-    assert torch.equal(again.functions(x, joint=True).cov, posterior.functions(x, joint=True).cov)
-    assert torch.equal(again.predict(x).std, posterior.predict(x).std)
-    assert again.posterior.scale == posterior.posterior.scale != 1.0
-
-
-def test_files_keep_what_was_found(tmp_path: Path) -> None:
-    energy = copied(small("bernoulli", 1))
-    energy.place(energy.theta + 0.02)
-    posterior = pretrained(energy)
-    assert "posterior standard deviations from the minimum" in posterior.posterior.findings[0]
-    posterior.save(tmp_path / "it")
-    assert lw.load(tmp_path / "it", energy.model).posterior.findings == posterior.posterior.findings
-
-
 def moved_by(energy: Energy, size: float, evaluation: Tensor) -> Energy:
     """The average output so many of its deviations away from where it is at the minimum, to first order."""
     moved, slope = copied(energy), energy.jacobian(evaluation).mean(0)
@@ -750,30 +694,6 @@ def test_unfinished_random_pushes_are_used_as_they_are() -> None:
     assert len(posterior.posterior.findings) == 1
     with pytest.raises(lw.errors.NumericalError, match="of 3 responses have not converged"):
         pretrained(energy, **method)
-
-
-def test_single_weights() -> None:
-    index = torch.tensor([1, 5, 13, 20, 24])
-    energy = copied(small(), index=index)
-    x, evaluation = new(energy, 5), new(energy, 9, seed=8)
-    method = lw.HFL(mode="pretrained", evaluation=evaluation)
-    score = fitted(energy, method, weights=lw.subnetwork(index)).posterior.scores(x)[1][0]
-    assert off(score, responses(energy, x, evaluation)) < 1e-3
-
-
-def test_a_strength_that_is_too_large_is_refused() -> None:
-    energy = small()
-    with pytest.raises(
-        lw.errors.NumericalError, match=r"lam is 1e\+03; expected between .* Leave lam out to have it chosen"
-    ):
-        pretrained(energy, lam=1e3)
-
-
-def test_unfinished_fine_tuning_is_refused() -> None:
-    with pytest.raises(
-        lw.errors.NumericalError, match=r"1 of 1 responses have not converged.*after 6 steps.*more steps"
-    ):
-        pretrained(small(), solver="adam", steps=6)
 
 
 def test_all_data_are_in_the_random_pushes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,26 +92,6 @@ def test_a_linear_model_reaches_the_mean_field_optimum() -> None:
     assert float((found - model.weight[0].detach()).abs().max()) > 0.2
 
 
-def by_hand(model: nn.Sequential, weights: Tensor, x: Tensor) -> Tensor:
-    moved = copy.deepcopy(model)
-    nn.utils.vector_to_parameters(weights, moved.parameters())
-    return moved(x).detach()
-
-
-def test_predictions_are_those_of_networks_with_drawn_weights() -> None:
-    model = net()
-    posterior = fitted(model, samples=6, seed=3)
-    each = torch.stack([by_hand(model, w, NEW) for w in posterior.weight_samples(6)])
-    assert_close(posterior.function_samples(NEW, 6), each)
-    assert_close(posterior.functions(NEW).mean, each.mean(0))
-    assert_close(posterior.functions(NEW).variance, each.var(0))
-    seeded = lambda: torch.Generator().manual_seed(8)
-    assert_close(posterior.function_samples(NEW, 3, seeded()), posterior.network_samples(NEW, 3, seeded()))
-    draws = posterior.posterior
-    many = posterior.weight_samples(3000, seeded()) - posterior.network.theta() - draws.mean
-    assert float((many.square().mean(0) / draws.variance - 1).abs().max()) < 6 * (2 / 3000) ** 0.5
-
-
 def test_seeds_fix_the_result_and_nothing_else_changes() -> None:
     model, random = net(), torch.get_rng_state()
     one = problems.unchanged(model, lambda: fitted(model, seed=5))
@@ -139,15 +118,6 @@ def test_only_the_chosen_weights_move(weights: Any, tmp_path: Path) -> None:
     again = lw.load(tmp_path / "it", net())
     assert torch.equal(again.functions(NEW).cov, posterior.functions(NEW).cov)
     assert torch.equal(again.function_samples(NEW, 3), posterior.function_samples(NEW, 3))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_numbers(dtype: torch.dtype) -> None:
-    model = net().to(dtype)
-    posterior = lw.fit(model, [(X.to(dtype), LABELS)], "classification", method=method())
-    assert posterior.functions(NEW.to(dtype)).mean.dtype == torch.float32
-    ratio = posterior.posterior.variance.double() / fitted().posterior.variance
-    assert 0.8 < float(ratio.mean()) < 1.25
 
 
 # What is refused

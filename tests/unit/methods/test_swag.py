@@ -228,14 +228,6 @@ def test_only_the_chosen_weights_move(weights: Any) -> None:
     assert len(posterior.posterior.mean) == selection.size
 
 
-def test_a_frozen_rest_is_the_same_as_the_last_layer() -> None:
-    frozen = net()
-    for parameter in frozen[:3].parameters():
-        parameter.requires_grad_(False)
-    one, two = fitted(frozen), fitted(net(), weights="last_layer")
-    assert_close(one.functions(NEW).cov, two.functions(NEW).cov)
-
-
 # Networks and likelihoods
 
 
@@ -286,17 +278,6 @@ def test_it_goes_downhill() -> None:
     losses = [fitted(net(), "classification", C, snapshots=n, rank=2, learning_rate=0.05).posterior.statistics.loss / 11
               for n in (2, 30)]  # fmt: skip
     assert losses[1] < losses[0] < start
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_numbers(dtype: torch.dtype) -> None:
-    model, wide = net().to(dtype), net().to(dtype).double()
-    data = [(X.to(dtype), Y.to(dtype))]
-    posterior = lw.fit(model, data, "regression", method=swag())
-    same = lw.fit(wide, [(X.to(dtype).double(), Y.to(dtype).double())], "regression", method=swag())
-    ratio = (posterior.posterior.variance.double() / same.posterior.variance).mean()
-    assert 0.8 < float(ratio) < 1.25
-    assert posterior.functions(NEW.to(dtype)).mean.dtype == torch.float32
 
 
 # The rate
@@ -385,11 +366,6 @@ def test_one_mini_batch_has_no_noise() -> None:
 def test_a_prior_from_the_curvature() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"a g-prior follows the curvature, .*use isotropic\(\)"):
         fitted(net(), prior=lw.priors.g_prior())
-
-
-def test_a_model_in_training_mode() -> None:
-    with pytest.raises(lw.errors.ModelError, match="is in training mode; expected evaluation mode"):
-        fitted(net().train())
 
 
 def test_members_that_do_not_exist_are_refused() -> None:

@@ -94,14 +94,6 @@ def test_a_given_noise_stays_as_it_was_given(alpha: float) -> None:
     assert float(posterior.likelihood.dispersion) == pytest.approx(NOISE**2, rel=1e-12)
 
 
-def test_progress_shows_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
-    for method in ("lbfgs", "adam"):
-        loud = fitted(METHODS[method], progress=True)
-        assert "inducing points" in capsys.readouterr().err
-        assert_close(loud.functions(curve()[0]).cov, fitted(METHODS[method], progress=False).functions(curve()[0]).cov)
-        assert capsys.readouterr().err == ""
-
-
 def test_energies_without_a_closed_form() -> None:
     x, y = classes()
     for likelihood, message in ((lw.Categorical(), "only Gaussian"), (lw.Categorical(link="mc"), "no gradient")):
@@ -288,26 +280,6 @@ def test_tokens_that_are_numbers(way: str) -> None:
     assert before.log_evidence() < after.log_evidence() < fit(lw.Full()).log_evidence()
     assert fit(lw.VaLLA(72)).trace is None  # all outputs of all tokens: nothing to learn
     assert_close(fit(lw.VaLLA(72)).log_evidence(), fit(lw.Full()).log_evidence(), SOLVED)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [lw.VaLLA(4, start="random"), lw.VaLLA(4, start="kmeans", optimiser="adam", steps=5, batch_size=7),
-     lw.VaLLA(4, alpha=1.0, start="random", steps=5, batch_size=7)],
-    ids=["lbfgs", "adam", "predicting"],
-)  # fmt: skip
-def test_the_generator_decides(method: Any) -> None:
-    x = torch.linspace(-3, 3, 5, dtype=D)[:, None]
-    method = replace(method, steps=3)
-    one, two, other = (
-        fitted(method, generator=torch.Generator().manual_seed(seed)).functions(x).cov for seed in (1, 1, 2)
-    )
-    assert_close(one, two, SOLVED)
-    assert not torch.allclose(one, other)
-    torch.manual_seed(5)
-    plain = fitted(method).functions(x).cov
-    torch.manual_seed(6)
-    assert_close(fitted(method).functions(x).cov, plain, SOLVED)
 
 
 @pytest.mark.parametrize("seed", [0, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from lapwing import errors, recipes
 from lapwing.api import Trained
 from lapwing.posteriors.base import Trace
 from lapwing.priors import PerLayer
-from lapwing.runtime.threads import ProgressBar
 from lapwing.training import TrainingState
 from tests import problems
 from tests.attack.damage import Contents
@@ -369,15 +367,6 @@ def test_an_update_that_diverges_is_reported() -> None:
     assert trained.history[-1].log_evidence == pytest.approx(expected.item(), rel=1e-9)
 
 
-def test_an_update_that_diverges_at_once() -> None:
-    """The prior stays as given, and the noise is the residual's."""
-    recipe = lw.recipes.online(1, prior=lw.isotropic(9.0), update=raising, method=lw.Full())
-    trained = lw.train(mlp(), [arrays("gaussian")], "regression", recipe=recipe)
-    x, y = arrays("gaussian")
-    assert trained.history[0].precisions == (9.0,)
-    assert trained.history[0].noise[0] == pytest.approx((trained.model(x) - y).square().mean().item(), rel=1e-9)
-
-
 def test_a_precision_that_really_runs_away() -> None:
     """With weights near the prior mean and targets without noise, the evidence rises with the precision without end."""
     x, y = arrays("gaussian")
@@ -526,32 +515,11 @@ def test_the_bar_shows_loss_evidence_and_precisions(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
-def test_the_bar_gets_loss_and_evidence_after_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts: list[str] = []
-    monkeypatch.setattr(ProgressBar, "show_text", lambda bar, text: texts.append(text))
-    settings = {"prior": lw.isotropic(0.5), "update": kept, "burn_in": 2}
-    history = lw.train(
-        mlp(), [arrays("categorical")], "classification", recipe=recipes.online(4, **settings), progress=True
-    ).history
-    assert texts[:2] == [f"loss {epoch.loss:.4g}" for epoch in history[:2]]  # nothing is known of the evidence yet
-    expected = [f"loss {e.loss:.4g}, log evidence {e.log_evidence:.6g}, precision 0.5" for e in history[2:]]
-    assert texts[2:] == expected
-
-
 def test_a_resumed_bar_starts_where_it_stopped(capsys: pytest.CaptureFixture[str]) -> None:
     data = [arrays("categorical")]
     state = lw.train(mlp(), data, "classification", recipe=recipes.online(3), progress=False).state
     lw.train(mlp(), data, "classification", recipe=recipes.online(4), resume=state, progress=True)
     assert "3/4" in capsys.readouterr().err
-
-
-def test_no_bar_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    assert (
-        len(lw.train(mlp(), [arrays("categorical")], "classification", recipe=recipes.online(2), progress=True).history)
-        == 2
-    )
-    assert capsys.readouterr().err == ""
 
 
 # Equal seeds give equal results; a resumed run ends like an uninterrupted one.
@@ -673,18 +641,6 @@ def test_buffers_are_resumed_too() -> None:
     whole = run(resuming_recipe("adam", 3), source, model=build())
     first = run(resuming_recipe("adam", 1), source, model=build())
     same(run(resuming_recipe("adam", 3), source, model=build(), resume=first.state), whole)
-
-
-def test_a_state_is_its_file(tmp_path: Path) -> None:
-    state = run(resuming_recipe("adam", 2), data("batches")).state
-    state.save(tmp_path / "state")
-    read = TrainingState.load(tmp_path / "state")
-    assert read.history == state.history
-    assert read.epoch == 2
-    assert all(torch.equal(value, read.weights[name]) for name, value in state.weights.items())
-    assert torch.equal(read.precision, state.precision)
-    assert read.noise is not None
-    assert torch.equal(read.noise, state.noise)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_stays_whole_while_the_next_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from lapwing.priors import Isotropic
 from lapwing.tuners.offsets import WIDTHS, HeldOutputs, learn_offset
 from tests import problems
 from tests.cases import BY_NAME
-from tests.references import dense
 from tests.references.evidence import Linearised, adam
 from tests.references.linear_regression import regress
 from tests.tolerances import assert_close
@@ -297,41 +296,6 @@ def test_a_tuner_written_by_a_user() -> None:
     )
 
 
-def test_evidence_prefers_the_model_that_made_the_data() -> None:
-    """Model selection: a line is preferred for a line, a wiggle for a wiggle."""
-    x = torch.linspace(-2, 2, 40, dtype=D)[:, None]
-
-    def evidence(features: Callable[[Tensor], Tensor], y: Tensor) -> float:
-        phi = features(x)
-        model = nn.Linear(phi.shape[1], 1).double()
-        design = torch.cat([phi, torch.ones(40, 1, dtype=D)], 1)
-        best = torch.linalg.lstsq(design, y).solution[:, 0]
-        model.weight.data, model.bias.data = best[None, :-1].clone(), best[-1:].clone()
-        return float(lw.fit(model, [(phi, y)], lw.Gaussian(noise_std=0.1), method=lw.Full()).log_evidence())
-
-    line = lambda t: t
-    wiggle = lambda t: torch.cat([t**k for k in range(1, 8)], 1)
-    noise = 0.1 * torch.randn(40, 1, dtype=D)
-    assert evidence(line, 0.7 * x + noise) > evidence(wiggle, 0.7 * x + noise)
-    assert evidence(wiggle, (3 * x).sin() + noise) > evidence(line, (3 * x).sin() + noise)
-
-
-def test_full_evidence_of_a_single_output() -> None:
-    """The evidence of a nonlinear regression under Full, all from brute force."""
-    fitted = regression(lw.Full(), prior=0.5, noise_std=0.5, case="squeezed")
-    case = BY_NAME["squeezed"]
-    model, x = case.build(), case.batch(6)
-    jac = dense.jacobian(model, x, 6)
-    precision = dense.ggn(jac, torch.ones(6, 1, 1, dtype=D)) / 0.25 + 0.5 * torch.eye(jac.shape[-1], dtype=D)
-    y = torch.randn(6, 1, dtype=D, generator=torch.Generator().manual_seed(3))
-    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    expected = (
-        torch.distributions.Normal(model(x)[:, None], 0.5).log_prob(y).sum()
-        + 0.5 * len(theta) * math.log(0.5) - 0.25 * theta @ theta - 0.5 * torch.linalg.slogdet(precision)[1]
-    )  # fmt: skip
-    assert_close(fitted.log_evidence(), expected)
-
-
 @pytest.mark.parametrize("kind", ["MaximiseEvidence", "FixedPoint", "SampleEM"])
 def test_targets_in_small_units_have_an_optimum_too(kind: str) -> None:
     """Prices in cents: a last layer that is a million times larger has a precision of 1e-12, and means the same."""
@@ -411,12 +375,6 @@ def test_it_is_adam_on_the_dense_evidence(noise: bool) -> None:
     assert_close(tuned.prior.values, expected[:3], 0.5)
     assert_close(tuned.likelihood.dispersion, expected[3] if noise else residual, 0.5)
     assert float((expected[:3] - 2).abs().min()) > 0.1  # it went somewhere
-
-
-def test_many_steps_end_at_the_optimum() -> None:
-    best = ascend_regression(prior=lw.per_layer(2.0)).tuned()
-    tuned = ascend_regression(prior=lw.per_layer(2.0)).tuned(lw.tuners.Ascend(steps=300, noise=False))
-    assert float((tuned.prior.values.log() - best.prior.values.log()).abs().max()) < 1e-2
 
 
 def test_no_steps_change_nothing() -> None:

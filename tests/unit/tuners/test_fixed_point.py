@@ -174,17 +174,6 @@ def test_the_noise_stays_the_residuals_where_asked() -> None:
     assert tuned.trace.steps[-1].noise == ()
 
 
-@pytest.mark.parametrize(
-    "weights", [lw.last_layer, lw.named("weight"), lw.subnetwork(torch.arange(0, 83, 3))], ids=["last", "named", "some"]
-)
-def test_of_some_weights(weights: Any) -> None:
-    x = MLP.batch(6)
-    start = lw.fit(MLP.build(), [(x, targets())], lw.Gaussian(), method=lw.Full(), weights=weights, prior=1.0)
-    tuned = start.tuned(lw.tuners.FixedPoint())
-    best = start.tuned(lw.tuners.MaximiseEvidence(noise=True, tolerance=1e-10))
-    assert float(tuned.prior.values) == pytest.approx(float(best.prior.values), rel=1e-5)
-
-
 # Where it does not end.
 
 

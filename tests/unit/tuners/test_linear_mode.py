@@ -13,14 +13,13 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing import tangent as tangent_model
 from lapwing.data.batches import Data
-from lapwing.priors import Isotropic
 from lapwing.tuners.linear_mode import ModeSolver
 from tests import problems
-from tests.cases import BY_NAME, Wrapped
+from tests.cases import BY_NAME
 from tests.references import dense, kfac, structures
 from tests.references.tangent import Tangent
 from tests.tolerances import SOLVED, assert_close
-from tests.unit.tuners.linear_mode_problems import MEANS, METHODS, D, relative
+from tests.unit.tuners.linear_mode_problems import MEANS, METHODS, D
 
 MLP = BY_NAME["mlp"]
 
@@ -273,26 +272,6 @@ def test_refitting_needs_a_method_with_curvature() -> None:
 # The front door.
 
 
-def test_fit_gives_its_own_data() -> None:
-    data = network_data("categorical")
-    fitted = lw.fit(MLP.build(), data, "classification", method=lw.Full(), tuner=lw.tuners.LinearMode())
-    given = lw.fit(MLP.build(), data, "classification", method=lw.Full(), prior=1.0).tuned(lw.tuners.LinearMode(data))
-    assert isinstance(fitted.prior.given, Isotropic)
-    assert fitted.posterior.mode is not None
-    assert float(fitted.prior.values.log()) == pytest.approx(float(given.prior.values.log()), abs=1e-3)
-    assert_close(fitted.log_evidence(), given.log_evidence(), 0.4)
-
-
-def test_fit_gives_its_own_data_with_their_keys() -> None:
-    batches = [{"x": x, "label": y} for x, y in network_data("categorical")]
-    model = Wrapped(lambda m, x: m.net(x), net=MLP.build())
-    fitted = lw.fit(model, batches, "classification", method=lw.Full(), target_key="label", prior=1.0,
-                    tuner=lw.tuners.LinearMode())  # fmt: skip
-    plain = lw.fit(MLP.build(), network_data("categorical"), "classification", method=lw.Full(), prior=1.0,
-                   tuner=lw.tuners.LinearMode())  # fmt: skip
-    assert_close(fitted.log_evidence(), plain.log_evidence(), SOLVED)
-
-
 def test_data_given_to_the_tuner_come_first() -> None:
     """The mode belongs to the tuner's data, the curvature to the fit's."""
     other_data = problems.split(MLP.batch(20), labels("categorical").flip(0), (2, 18))
@@ -311,14 +290,6 @@ def test_the_given_precisions_are_not_where_it_starts() -> None:
     for end in ends[1:]:
         assert torch.equal(end.prior.values, ends[0].prior.values)
         assert end.trace.steps == ends[0].trace.steps
-
-
-def test_tuning_again_stays_where_it_is() -> None:
-    data = network_data("categorical")
-    once = lw.fit(MLP.build(), data, "classification", method=lw.Full(), prior=1.0, tuner=lw.tuners.LinearMode())
-    twice = once.tuned(lw.tuners.LinearMode(data))
-    assert len(twice.trace.steps) < len(once.trace.steps)
-    assert float(twice.prior.values.log()) == pytest.approx(float(once.prior.values.log()), abs=1e-3)
 
 
 @pytest.mark.parametrize(("first", "second"), [("network", "tangent"), ("tangent", "network")])
@@ -359,35 +330,3 @@ def test_files_keep_all_of_it(method: str, mean: str, prior: str, tmp_path: Path
     assert torch.equal(drawn[0], drawn[1])
     again = loaded.tuned(lw.tuners.LinearMode(network_data("gaussian"), mean=mean))
     assert_close(again.log_evidence(), fitted.log_evidence(), 0.35)
-
-
-@pytest.mark.parametrize(("mean", "streamed"), [("tangent", False), ("network", True)])
-def test_the_model_is_not_changed(mean: str, streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if streamed:
-        monkeypatch.setattr(tangent_model, "KEPT", 0.0)
-    case = BY_NAME["norms"]
-    model = case.build()
-    tuner = lw.tuners.LinearMode(mean=mean, refit=lw.Kron(), rounds=2, tolerance=1e-3, solver_tolerance=1e-2)
-    run = lambda: lw.fit(model, problems.batches(case), "classification", tuner=tuner).predict(case.batch(3))
-    problems.unchanged(model, run)
-
-
-@pytest.mark.parametrize(
-    ("kind", "method", "mean", "streamed"),
-    [("gaussian", "full", "tangent", False), ("gaussian", "kron", "network", True),
-     ("categorical", "full", "network", True), ("categorical", "kron", "tangent", False)],
-)  # fmt: skip
-def test_float32_networks(kind: str, method: str, mean: str, streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near the result in float64: the evidence to rounding, its optimum to the square root of rounding."""
-    wide = tuned(kind, method, mean=mean, tolerance=1e-5)
-    if streamed:
-        monkeypatch.setattr(tangent_model, "KEPT", 0.0)
-    narrow = tuned.__wrapped__(kind, method, dtype=torch.float32, mean=mean, tolerance=1e-5)
-    x = MLP.batch(4, seed=8)
-    belief, expected = narrow.functions(x.float()), wide.functions(x)
-    assert belief.mean.dtype == torch.float32
-    assert narrow.posterior.mode.theta.dtype == D
-    assert relative(narrow.prior.values, wide.prior.values) <= 1e-2
-    assert relative(narrow.log_evidence(), wide.log_evidence()) <= 1e-4
-    assert_close(belief.mean, expected.mean, 0.3)
-    assert_close(belief.std, expected.std, 0.3)

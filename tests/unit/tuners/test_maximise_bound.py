@@ -201,17 +201,6 @@ def test_ignored_tokens_do_not_count() -> None:
     assert_close(lw.tuners.evidence_bound(posterior, [(x, hidden)], block=4), total)
 
 
-@pytest.mark.parametrize("kind", ["isotropic", "per_layer", "grouped", "g"])
-def test_gradient_equals_finite_differences(kind: str) -> None:
-    posterior, _, _, data = fitted(BY_NAME["mlp"], "gaussian", kind)
-    values, dispersion = posterior.prior.values.log(), torch.tensor(-0.7, dtype=D)
-    a, b = values.clone().requires_grad_(), dispersion.clone().requires_grad_()
-    lw.tuners.evidence_bound(moved(posterior, a, b), data, block=2).backward()
-    of = lambda p, n: lw.tuners.evidence_bound(moved(posterior, p, n), data, block=2)
-    assert_close(a.grad, slope(lambda p: of(p, dispersion), values), 0.5)
-    assert_close(b.grad, slope(lambda n: of(values, n), dispersion), 0.5)
-
-
 @pytest.mark.parametrize("picked", [None, PICKED], ids=["all", "subnetwork"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_is_that_of_the_dense_formula(kind: str, picked: Tensor | None) -> None:
@@ -235,31 +224,6 @@ def test_gradient_is_that_of_the_dense_formula(kind: str, picked: Tensor | None)
         values = list(dict.fromkeys(precision.tolist()))
         total = torch.stack([slopes[precision == value].sum() for value in values])
     assert_close(leaf.grad, total)
-
-
-def test_gradient_where_weights_and_biases_have_equal_precisions() -> None:
-    model, x, y = problem(BY_NAME["mlp"], "categorical")
-    given = lw.grouped({r".*weight": 1.0, r".*bias": 1.0})
-    posterior = lw.fit(model, [(x, y)], "classification", method=lw.Full(), prior=given)
-    leaf = torch.zeros(2, dtype=D, requires_grad=True)
-    lw.tuners.evidence_bound(moved(posterior, leaf), [(x, y)], block=2).backward()
-    of = lambda p: lw.tuners.evidence_bound(moved(posterior, p), [(x, y)], block=2)
-    assert_close(leaf.grad, slope(of, torch.zeros(2, dtype=D)), 0.5)
-
-
-@pytest.mark.parametrize("weights", [lw.last_layer, lw.named(r"^2\.|4.bias")], ids=["last_layer", "named"])
-def test_other_selections(weights: Any) -> None:
-    case = BY_NAME["mlp"]
-    model, x, y = problem(case, "categorical")
-    columns = (
-        torch.arange(65, 83) if weights is lw.last_layer else torch.cat([torch.arange(30, 65), torch.arange(80, 83)])
-    )
-    reference = Linearised.of("categorical", model, x, y, columns)
-    data = problems.split(x, y, (3, 1, 2))
-    posterior = lw.fit(model, data, "classification", weights=weights, prior=0.7)
-    assert_close(
-        lw.tuners.evidence_bound(posterior, data, 2), reference.bound(BLOCKS, torch.full_like(reference.theta, 0.7))
-    )
 
 
 @pytest.mark.parametrize("prior_kind", ["isotropic", "grouped", "diagonal"])

@@ -116,15 +116,6 @@ def test_grid_of_other_priors(prior: Any) -> None:
         assert float(tuned.prior.values) == VALUES[int((score * expected).argmin())]
 
 
-@pytest.mark.parametrize("weights", [lw.last_layer, lw.subnetwork(torch.arange(0, 83, 5))], ids=["last layer", "some"])
-def test_grid_of_some_weights(weights: Any) -> None:
-    train, held = split(MLP, LIKELIHOODS["classification"][2])
-    fitted = lw.fit(MLP.build(), train, "classification", method=lw.Full(), weights=weights, prior=1.0)
-    tuned = fitted.tuned(lw.tuners.Grid(held, VALUES))
-    expected = brute_force(fitted, held)
-    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
-
-
 def test_grid_by_a_metric_of_the_user() -> None:
     """The score is the weighted mean over batches; here interval width plus a penalty for missed targets."""
     fitted, held = setting()
@@ -324,12 +315,6 @@ def test_a_plain_network_that_is_better_is_said_to_be() -> None:
     assert any("plain network" in finding for finding in mixture.trace.findings)
 
 
-@pytest.mark.parametrize("settings", [{"ratios": (0.0,)}, {"ratios": (-1.0, 1.0)}, {"temperatures": ()}])
-def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=next(iter(settings))):
-        lw.tuners.Integrate([], **settings)
-
-
 def test_empty_validation_data_are_refused() -> None:
     net, training, _ = problem("classification")
     with pytest.raises(lw.errors.DataError, match="empty"):
@@ -513,12 +498,6 @@ def test_given_noise_keeps_its_normal_distribution() -> None:
     assert_close(mixed.predict(x).variance, 0.25 + 0.5 * posterior.functions(x).variance)
 
 
-@pytest.mark.parametrize("settings", [{"budget": 0.0}, {"ratios": ()}, {"points": 0}, {"scales": (0.5,)}])
-def test_budget_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=next(iter(settings))):
-        lw.tuners.Budget(**settings)
-
-
 def test_without_data_it_is_refused() -> None:
     net, data = classifier()
     with pytest.raises(lw.errors.UnsupportedError, match="training data"):
@@ -625,26 +604,6 @@ def test_temperature_is_brute_force(name: str) -> None:
         assert_close(tuned.likelihood.noise_variance, fitted.likelihood.noise_variance * best)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_temperature_of_every_method(method: str) -> None:
-    fitted, held = setting("classification", METHODS[method])
-    tuned = fitted.tuned(lw.tuners.Temperature(held, VALUES))
-    expected = torch.stack([-log_densities(with_temperature(fitted, t), held).mean() for t in VALUES])
-    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), expected)
-
-
-def test_temperature_by_a_metric_of_the_user() -> None:
-    fitted, held = setting("classification")
-    tuned = fitted.tuned(lw.tuners.Temperature(held, VALUES, lambda p, y: float((p.entropy - 0.9).abs().mean())))
-    expected = []
-    for value in VALUES:
-        tried = with_temperature(fitted, value)
-        gaps = torch.cat([(tried.predict(x).entropy - 0.9).abs() for x, _ in held])
-        expected.append(float(gaps.mean()))
-    assert [step.score for step in tuned.trace.steps] == pytest.approx(expected, rel=1e-10)
-    assert float(tuned.likelihood.dispersion) == VALUES[expected.index(min(expected))]
-
-
 def test_temperatures_are_multiples_of_the_present_one() -> None:
     fitted, held = setting("classification")
     once = fitted.tuned(lw.tuners.Temperature(held, (0.5,)))
@@ -691,24 +650,6 @@ def test_cross_validation_is_brute_force(name: str, folds: int) -> None:
     assert (tuned.trace.tuner, tuned.trace.score) == ("CrossValidated", "mean held-out metric")
 
 
-def test_cross_validation_by_a_metric_of_the_user() -> None:
-    fitted, held = setting()
-    seen: list[int] = []
-
-    def metric(predictive: Any, y: Tensor) -> Tensor:
-        seen.append(len(y))
-        return (predictive.std - 0.7).abs().mean()
-
-    tuned = fitted.tuned(lw.tuners.CrossValidated(held, VALUES, metric, folds=2))
-    each = torch.stack([
-        torch.cat([(fitted.with_prior(v).predict(x).std - 0.7).abs().mean(1) for x, _ in held]) for v in VALUES
-    ], 1)  # fmt: skip
-    means = torch.stack([each[0::2].mean(0), each[1::2].mean(0)]).mean(0)
-    assert_close(torch.tensor([step.score for step in tuned.trace.steps], dtype=D), means)
-    assert float(tuned.prior.values) == VALUES[int(means.argmin())]
-    assert sum(seen) == sum(HELD) * len(VALUES)
-
-
 def test_one_datum_makes_no_folds() -> None:
     fitted, held = setting()
     with pytest.raises(lw.errors.DataError, match="the held-out data give 1 fold; expected at least 2 data"):
@@ -749,22 +690,6 @@ def test_the_network_runs_once_for_all_values(method: str) -> None:
     model.calls.clear()
     fitted.tuned(lw.tuners.Grid(precisions=VALUES))
     assert model.calls == []
-
-
-def test_the_data_are_passed_over_once() -> None:
-    fitted, held = setting()
-    passes: list[int] = []
-
-    class Counting:
-        def __iter__(self) -> Any:
-            passes.append(1)
-            return iter(held)
-
-    source = Counting()
-    tuned = fitted.tuned(lw.tuners.Grid(source, VALUES))  # type: ignore[arg-type]
-    opened = len(passes)
-    assert opened <= 2  # one is the look whether it can be iterated again
-    assert float(tuned.prior.values) == float(fitted.tuned(lw.tuners.Grid(held, VALUES)).prior.values)
 
 
 @pytest.mark.parametrize("make", [lw.tuners.Grid, lw.tuners.CrossValidated, lw.tuners.Temperature])
@@ -825,17 +750,6 @@ def test_the_model_is_left_as_it_was() -> None:
     assert float(fitted.prior.values) == 1.0
 
 
-def test_in_float32() -> None:
-    fitted, held = setting("classification", lw.Kron())
-    train, _ = split(MLP, LIKELIHOODS["classification"][2])
-    narrow = lw.fit(MLP.build(torch.float32), [(x.float(), y) for x, y in train], "classification", method=lw.Kron(),
-                    prior=1.0)  # fmt: skip
-    for make in (lw.tuners.Grid, lw.tuners.Temperature):
-        wide = fitted.tuned(make(held, VALUES)).trace
-        trace = narrow.tuned(make([(x.float(), y) for x, y in held], VALUES)).trace
-        assert [s.score for s in trace.steps] == pytest.approx([s.score for s in wide.steps], rel=1e-4)
-
-
 def test_scores_of_folds() -> None:
     fitted, held = setting()
     candidates = [fitted.with_prior(v).posterior for v in VALUES[:2]]
@@ -856,17 +770,6 @@ def test_a_best_value_at_the_edge_is_reported(make: Any) -> None:
     )
     assert sure.trace.findings[-1] == "the best value is at the edge of those tried: try further out"
     assert "edge" in str(sure.trace)
-
-
-@pytest.mark.parametrize(
-    "tuner", [lw.tuners.Grid, lw.tuners.CrossValidated, lw.tuners.Temperature, lw.tuners.LinearMode]
-)
-def test_a_class_in_place_of_an_object_is_refused(tuner: Any) -> None:
-    fitted, _ = setting()
-    with pytest.raises(lw.errors.UnsupportedError, match=rf"tuner is the class {tuner.__name__}; expected an object"):
-        fitted.tuned(tuner)
-    with pytest.raises(lw.errors.UnsupportedError, match="expected an object"):
-        lw.fit(MLP.build(), problems.batches(MLP), "classification", tuner=tuner)
 
 
 @pytest.mark.parametrize("make", [lw.tuners.Grid, lw.tuners.CrossValidated, lw.tuners.Temperature])

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.linalg.operators import back_product
-from tests import problems
 from tests.references import dense, ridge
 from tests.references.ridge import Linear
 from tests.references.structures import floored
@@ -374,11 +373,6 @@ def test_posteriors_that_are_refused() -> None:
         fitted().tuned(lw.tuners.SampleEM)
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    model, _, _ = setting()
-    problems.unchanged(model, lambda: fitted(tuner=lw.tuners.SampleEM(max_steps=1)))
-
-
 # Mean, noise and evidence of sample EM belong to one point.
 
 SAMPLE_EM_ONE_POINT_TIGHT: dict[str, Any] = {"tolerance": 1e-5, "solver_tolerance": 1e-12, "max_steps": 500}
@@ -400,13 +394,6 @@ def test_the_evidence_is_that_of_the_optimum() -> None:
         weights = tuned.network.with_shift(None).theta()
         at_network = replace(tuned.posterior, mode=None, theta=weights)
         assert abs(float(at_network.log_evidence()) - exact) > 1
-
-
-def test_compare_has_the_same_evidence() -> None:
-    tuned = with_noise()
-    (candidate,) = lw.compare({"net": tuned}).candidates
-    assert candidate.log_evidence == pytest.approx(float(tuned.log_evidence()))
-    assert candidate.fit == pytest.approx(float(tuned.posterior.log_likelihood()))
 
 
 def test_a_learned_noise_comes_with_the_mean_of_the_optimum() -> None:
