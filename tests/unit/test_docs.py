@@ -27,7 +27,7 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 @pytest.mark.parametrize("page", pages_with_examples(integrations=False), ids=named)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # examples may write files
-    run_examples(page)
+    run_examples(page, integrations=False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
