@@ -1,4 +1,8 @@
-"""Numbers in pages: regions of Markdown and lists of values, written from stored results and printed outputs."""
+"""Numbers in pages: regions of Markdown and lists of values, written from stored results and printed outputs.
+
+A list of values stands below its block, or for a page whose source should have no marks (the README) in a file beside
+it, ``README.values``, which lists the numbers of the whole page.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ MARK = re.compile(r"<!-- /?(?:result|output|value)\b")
 VALUES = re.compile(r"<!-- values\n(.*?)\n-->", re.DOTALL)  # below a paragraph or table: "NUMBER = MARK" in each line
 # A block of code is left alone; one inside a region of printed output is part of the region.
 PIECES = re.compile(r"^```.*?^```[ \t]*$|<!-- output: .*? -->.*?<!-- /output -->", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```.*?^```[ \t]*$", re.DOTALL | re.MULTILINE)
 OPTIONS = {  # of each kind of region
     "result": ("scores", "groups", "methods", "baseline", "digits", "means", "ranks", "pivot"),
     "value": ("baseline",),
@@ -233,6 +238,27 @@ def fact(stored: Stored, name: str) -> str | float:
     return "; ".join(dict.fromkeys(of_machine(unit.machine) for unit in units))
 
 
+def with_listed_values(text: str, listed: str, sources: Sources) -> tuple[str, str]:
+    """Return a page and the list of its values from the file beside it, both with the values of their sources.
+
+    Blocks of code have no values.
+
+    Raises:
+        LapwingError: If a number of the list is not in the page, or is there more often.
+    """
+    kept: list[str] = []
+
+    def hidden(code: re.Match[str]) -> str:
+        kept.append(code.group())
+        return chr(0xE000 + len(kept) - 1)  # a character for private use
+
+    bare = CODE.sub(hidden, text)
+    new, lines = _with_sources(bare, listed.rstrip("\n").split("\n"), sources)
+    for i, code in enumerate(kept):
+        new = new.replace(chr(0xE000 + i), code)
+    return new, "\n".join([*lines, ""])
+
+
 def pages(root: Path) -> Iterator[Path]:
     """Yield the pages of a repository: README.md and all pages below docs/ and experiments/."""
     if (root / "README.md").exists():
@@ -260,15 +286,19 @@ def refresh(root: Path, check: bool = False) -> list[Path]:
 
     changed, sources = [], Sources(results, text_of)
     for page in pages(root):
-        text = page.read_text(encoding="utf-8")
+        beside = page.with_suffix(".values")
+        files = {path: path.read_text(encoding="utf-8") for path in (page, beside) if path.exists()}
         try:
-            new = written(text, sources)
+            new = {page: written(files[page], sources)}
+            if beside in files:
+                new[page], new[beside] = with_listed_values(new[page], files[beside], sources)
         except LapwingError as error:
             raise LapwingError(f"{page.relative_to(root)}: {error}") from error
-        if new != text:
-            changed.append(page)
-            if not check:
-                page.write_text(new, encoding="utf-8")
+        for path, text in files.items():
+            if new[path] != text:
+                changed.append(path)
+                if not check:
+                    path.write_text(new[path], encoding="utf-8")
     return changed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from torch import Tensor
 import lapwing as lw
 from lapwing import metrics
 from lapwing.decisions.guarantees import default_score, score_inputs
-from lapwing.demo.result import ExperimentReport, Result, Row, mean_scores, plain, save
+from lapwing.demo.result import ExperimentReport, Result, Row, mean_scores, plain, save, share_vertical_range
 from lapwing.demo.training import (
+    DEFAULT,
     PLAIN,
     VALIDATED,
     SplitTable,
@@ -31,6 +33,7 @@ from lapwing.demo.training import (
 )
 from lapwing.plots import INK, AnswerProbabilities, fit_frame, new_figure, reliability, shade
 from lapwing.plots import PLAIN as PLAIN_COLOUR
+from lapwing.plots import POSTERIOR as POSTERIOR_COLOUR
 from lapwing.predictives.base import LabelPredictive
 
 if TYPE_CHECKING:
@@ -127,7 +130,7 @@ def draw_reliability(axis: Axes, result: Result, task: str, names: Sequence[str]
             f"{name} {100 * float(confidence.mean()):.0f} % confident, {100 * float(right.mean()):.0f} % right"
         )
     reliability(drawn, bins=BINS, ax=axis)
-    axis.set_title("\n".join(title), fontsize=11)
+    axis.set_title("\n".join(title), fontsize=10)
 
 
 @dataclass(frozen=True)
@@ -175,71 +178,121 @@ def split_diabetes(settings: Diabetes, seed: int) -> tuple[SplitTable, tuple[Ten
 
 @dataclass(frozen=True)
 class Bands:
-    """Settings: noisy points on a curve, with none between -1 and 1."""
+    """Settings: noisy points on a curve, with none between -``gap`` and ``gap``.
 
-    recipe: TrainingSettings = TrainingSettings(epochs=500)
-    data: int = 200
-    noise_std: float = 0.3
+    The prior is the one that the weight decay of the training stands for. ``repeats`` is how often data are drawn and a
+    network is trained; scores are means over the repeats, and the picture shows the first one.
+    """
+
+    recipe: TrainingSettings = TrainingSettings(epochs=500, weight_decay=1e-3)
+    data: int = 150
+    validation: int = 50
+    test: int = 500  # new data in the gap, and as many outside
+    gap: float = 0.9
+    noise_std: float = 0.2
+    repeats: int = 5
     seed: int = 0
 
 
 def run_bands(settings: Bands) -> Result:
-    """Fit the curve and predict across the gap and beyond both ends.
+    """Train networks on a curve with a gap; score new data there and beside it, and keep the intervals of the first.
 
-    >>> result = run_bands(Bands(TrainingSettings(hidden=(5,), epochs=3), data=20))
-    >>> list(result.rows[0].scores)
-    ['epistemic std at data', 'epistemic std in gap', 'noise std']
+    >>> result = run_bands(Bands(TrainingSettings(hidden=(5,), epochs=3), data=20, repeats=1))
+    >>> [row.name for row in result.rows if row.group == "in the gap"]
+    ['plain network', 'refitted noise', 'Lapwing']
     """
     start = time.perf_counter()
-    generator = torch.Generator().manual_seed(settings.seed)
-    side = torch.rand(settings.data, generator=generator, dtype=torch.float64) * 2 + 1
-    x = torch.where(torch.arange(settings.data) % 2 == 0, side, -side)
-    noise = torch.randn(settings.data, generator=generator, dtype=torch.float64)
-    y = curve(x) + settings.noise_std * noise
-    grid = torch.linspace(-4, 4, 401, dtype=torch.float64)
-    table = SplitTable(x.unsqueeze(1), y, grid.unsqueeze(1), curve(grid))
-    model = train_mlp(*table.training, 1, settings.recipe, settings.seed)
-    data = batches(*table.training, settings.recipe.batch_size)
-    predicted = predict(lw.fit(model, data, "regression", method=lw.Full(), progress=False), table)
-    alone = predict(lw.fit(model, data, "regression", method=lw.baselines.MapOnly(), progress=False), table)
-    epistemic = predicted["epistemic_std"]
-    scores = {
-        "epistemic std at data": float(epistemic[(grid.abs() - 2).abs() < 0.5].mean()),
-        "epistemic std in gap": float(epistemic[grid.abs() < 0.5].mean()),
-        "noise std": float((predicted["std"].square() - epistemic.square()).mean().sqrt()),
-    }
-    columns = {"x": x, "y": y, "grid": grid, "truth": curve(grid)}
-    columns |= {name: predicted[name] for name in ("mean", "std", "epistemic_std", "low", "high")}
-    columns |= {f"plain {name}": alone[name] for name in ("low", "high")}
-    arrays = {name: column.tolist() for name, column in columns.items()}
+    grid = torch.linspace(-3.5, 3.5, 351, dtype=torch.float64)
+    repeats: dict[tuple[str, str], list[dict[str, float]]] = {}
+    arrays: dict[str, Tensor] = {}
+    for seed in range(settings.seed, settings.seed + settings.repeats):
+        table, held_out, places = draw_curves(settings, seed)
+        model = train_mlp(*table.training, 1, settings.recipe, seed)
+        posteriors = _band_fits(model, settings, table, table.standardise(*held_out))
+        for name, posterior in posteriors.items():
+            for place, (x, y) in places.items():
+                part = replace(table, x_test=x, y_test=y)
+                repeats.setdefault((place, name), []).append(scores(predict(posterior, part), y))
+            if seed == settings.seed:
+                drawn = predict(posterior, replace(table, x_test=grid.unsqueeze(1), y_test=curve(grid)))
+                arrays |= {f"{name}/{end}": drawn[end] for end in ("low", "high")}
+                arrays |= {"x": table.x_train[:, 0], "y": table.y_train, "grid": grid, "truth": curve(grid)}
+    kept = ("NLL", "coverage 95 %", "width")
+    means = {key: mean_scores(each) for key, each in repeats.items()}
+    rows = tuple(
+        Row(name, {score: mean[score] for score in kept}, place)
+        for place in ("in the gap", "beside it")
+        for (other, name), mean in means.items()
+        if other == place
+    )
+    note = (
+        f"means over {settings.repeats} networks; {settings.data} data for training, {settings.validation} for "
+        f"validation, {settings.test} in each place for testing"
+    )
     seconds = {"total": time.perf_counter() - start}
-    return Result("bands", plain(settings), settings.seed, (Row("posterior", scores),), seconds, arrays)
+    stored = {name: column.tolist() for name, column in arrays.items()}
+    return Result("bands", plain(settings), settings.seed, rows, seconds, stored, (note,))
+
+
+def draw_curves(
+    settings: Bands, seed: int
+) -> tuple[SplitTable, tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+    """Return data for training, for validation, and for testing in the gap and beside it."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [settings.data, settings.validation, settings.test, settings.test]
+    size = torch.rand(sum(sizes), generator=generator, dtype=torch.float64)
+    side = torch.where(torch.rand(sum(sizes), generator=generator) < 0.5, -1, 1)
+    inside = torch.arange(sum(sizes)) >= sum(sizes[:3])
+    x = side * torch.where(inside, settings.gap * size, settings.gap + (3 - settings.gap) * size)
+    y = curve(x) + settings.noise_std * torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
+    training, held_out, beside, within = zip(x.unsqueeze(1).split(sizes), y.split(sizes), strict=True)
+    return SplitTable(*training, *beside), held_out, {"in the gap": within, "beside it": beside}
+
+
+def _band_fits(
+    model: torch.nn.Module, settings: Bands, table: SplitTable, held_out: tuple[Tensor, Tensor]
+) -> dict[str, lw.Fitted]:
+    """Return the network alone, with its noise refitted, and with the posterior under the prior of its training."""
+    data = batches(*table.training, settings.recipe.batch_size)
+    fit = partial(lw.fit, model, data, "regression", progress=False)
+    alone = lw.baselines.MapOnly()
+    x, y = table.training
+    with torch.no_grad():
+        phi = float((model(x) - y).square().mean())
+    prior = len(x) * settings.recipe.weight_decay / phi  # the penalty of the training in units of the log-likelihood
+    return {
+        PLAIN: fit(method=alone),
+        "refitted noise": fit(method=alone, validation=held_out),
+        DEFAULT: fit(method=lw.Full(), prior=prior),
+    }
 
 
 def curve(x: Tensor) -> Tensor:
     """Return the true function, without noise."""
-    return torch.sin(2 * x) + 0.3 * x
+    return torch.sin(2.5 * x)
 
 
-def draw_bands(axis: Axes, result: Result) -> None:
-    """Draw the data, the true curve, and the 95 % intervals with error bars and of the plain network."""
+def draw_bands(axis: Axes, result: Result, name: str) -> None:
+    """Draw the data, the true curve, and the 95 % intervals of one way to predict."""
     arrays = result.arrays
-    grid = arrays["grid"]
-    shade(axis, grid, arrays["low"], arrays["high"], label="Lapwing")
-    for end, label in (("low", None), ("high", "plain network")):
-        axis.plot(grid, arrays[f"plain {end}"], color=PLAIN_COLOUR, linewidth=1.6, label=label)
+    colour = PLAIN_COLOUR if name == PLAIN else POSTERIOR_COLOUR
+    grid, low, high = (arrays[key] for key in ("grid", f"{name}/low", f"{name}/high"))
+    shade(axis, grid, low, high, color=colour, label="95 % interval")
     axis.plot(grid, arrays["truth"], color=INK, linestyle=":", linewidth=1.6, label="truth")
     axis.set(xlabel="x", ylabel="y", xlim=(min(grid), max(grid)))
-    fit_frame(axis, torch.tensor(arrays["low"] + arrays["high"]), torch.tensor(arrays["x"]), torch.tensor(arrays["y"]))
-    axis.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.13), columnspacing=1.2)
-    axis.set_title("95 % intervals for y:\nLapwing's widen where there are no data", fontsize=11)
+    fit_frame(axis, torch.tensor(low + high), torch.tensor(arrays["x"]), torch.tensor(arrays["y"]))
+    row = next(row for row in result.rows if (row.group, row.name) == ("in the gap", name))
+    axis.set_title(f"{name}\n{100 * row.scores['coverage 95 %']:.0f} % of new data in the gap are inside", fontsize=10)
 
 
 def draw_overview(digits: Result, bands: Result, path: Path) -> None:
     """Draw intervals around a curve with a gap in the data, and how often two classifiers of noisy digits are right."""
-    figure, axes = new_figure(1, 2, (11.6, 4.6), widths=(1.35, 1))
-    draw_bands(axes[0, 0], bands)
-    draw_reliability(axes[0, 1], digits, "noisy digits", (PLAIN, VALIDATED))
+    figure, axes = new_figure(1, 3, (13.6, 4.4), widths=(1.1, 1.1, 1))
+    for axis, name in zip(axes[0], (PLAIN, DEFAULT), strict=False):
+        draw_bands(axis, bands, name)
+    share_vertical_range(axes[0, :2])
+    axes[0, 0].legend(frameon=False, loc="upper right", fontsize=9)
+    draw_reliability(axes[0, 2], digits, "noisy digits", (PLAIN, VALIDATED))
     save(figure, path)
 
 
@@ -254,7 +307,7 @@ def run_demo(out: Path, seed: int = 0, quick: bool = False) -> ExperimentReport:
         of_diabetes = run_diabetes(
             replace(patients, recipe=shorten(patients.recipe), repeats=1 if quick else patients.repeats)
         )
-        of_bands = run_bands(replace(curve, recipe=shorten(curve.recipe)))
+        of_bands = run_bands(replace(curve, recipe=shorten(curve.recipe), repeats=1 if quick else curve.repeats))
     finally:
         torch.set_num_threads(threads)
     pictures = {"overview.png": lambda result, path: draw_overview(result, of_bands, path)}

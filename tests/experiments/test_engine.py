@@ -485,6 +485,24 @@ def test_the_command_writes_and_checks(
     assert "docs/page.md: docs/results/uci_full.json does not exist" in capsys.readouterr().err
 
 
+def test_a_page_may_have_the_list_of_its_values_beside_it(tmp_path: Path) -> None:
+    save(stored(), result_path(tmp_path / "docs" / "results", "toy", "full"))
+    page, beside = tmp_path / "README.md", tmp_path / "README.values"
+    page.write_text("first 7.0\n\n```\n7.0\n```\n\n| 8.0 |\n", encoding="utf-8")
+    beside.write_text(
+        '7.0 = toy/full wine/plain/NLL .1f\n8.0 = toy/full "wine/last layer/fit / epoch" .1f\n', encoding="utf-8"
+    )
+    assert refresh(tmp_path, check=True) == [page, beside]
+    assert refresh(tmp_path) == [page, beside]
+    assert refresh(tmp_path) == []
+    written_page = page.read_text(encoding="utf-8")
+    assert written_page.startswith("first 1.5\n\n```\n7.0\n```\n\n| ")
+    assert "8.0" not in written_page
+    page.write_text(written_page.replace("1.5", "1.6"), encoding="utf-8")
+    with pytest.raises(LapwingError, match=r"README\.md: .* where the list of its values has '1.5'"):
+        refresh(tmp_path)
+
+
 def test_the_pages_of_this_repository_agree_with_the_stored_results() -> None:
     assert refresh(ROOT, check=True) == []
 

@@ -14,12 +14,13 @@ from matplotlib.colors import to_hex, to_rgb
 
 from lapwing import metrics
 from lapwing.demo import tasks
-from lapwing.demo.result import Result
+from lapwing.demo.result import Result, Row
 from lapwing.demo.tasks import (
     Bands,
     Diabetes,
     Digits,
     draw_bands,
+    draw_curves,
     draw_overview,
     run_bands,
     run_diabetes,
@@ -28,25 +29,44 @@ from lapwing.demo.tasks import (
     split_diabetes,
     split_digits,
 )
+from lapwing.demo.training import DEFAULT, VALIDATED, TrainingSettings
 from lapwing.demo.training import PLAIN as PLAIN_ROW
-from lapwing.demo.training import VALIDATED, TrainingSettings
 from lapwing.plots import PLAIN, POSTERIOR, new_axis
 from tests.pixels import drawn, inked, share
 
 # One input with a gap.
 
 
-def test_doubt_is_larger_where_there_are_no_data() -> None:
-    result = run_bands(Bands(recipe=TrainingSettings(hidden=(30, 30), epochs=300)))
-    (row,) = result.rows
-    assert row.scores["epistemic std in gap"] > 2 * row.scores["epistemic std at data"]
-    assert row.scores["noise std"] == pytest.approx(0.3, rel=0.25)
-    assert all(abs(x) >= 1 for x in result.arrays["x"])
-    total, epistemic = result.arrays["std"], result.arrays["epistemic_std"]
-    assert all(t > e for t, e in zip(total, epistemic, strict=True))
-    width = lambda kind: [h - b for b, h in zip(result.arrays[f"{kind}low"], result.arrays[f"{kind}high"], strict=True)]
-    assert max(width("")) > 3 * min(width(""))
-    assert max(width("plain ")) < 1.001 * min(width("plain "))  # one noise for all
+@pytest.fixture(scope="module")
+def of_bands() -> Result:
+    return run_bands(Bands(repeats=2))
+
+
+def test_new_data_in_the_gap_leave_the_intervals_of_the_plain_network(of_bands: Result) -> None:
+    for name in ("plain network", "refitted noise"):
+        assert score(of_bands, "in the gap", name, "coverage 95 %") < 0.8
+        assert score(of_bands, "in the gap", name, "NLL") > score(of_bands, "in the gap", "Lapwing", "NLL") + 0.2
+    assert score(of_bands, "in the gap", "Lapwing", "coverage 95 %") > 0.85
+    for row in of_bands.rows:
+        if row.group == "beside it":
+            assert 0.9 < row.scores["coverage 95 %"] < 0.99
+
+
+def test_doubt_is_larger_where_there_are_no_data(of_bands: Result) -> None:
+    assert all(abs(x) >= Bands().gap for x in of_bands.arrays["x"])
+    arrays = of_bands.arrays
+    width = lambda name: [h - b for b, h in zip(arrays[f"{name}/low"], arrays[f"{name}/high"], strict=True)]
+    assert 2 * min(width("Lapwing")) < max(width("Lapwing")) < 6  # the curve runs from -1 to 1
+    assert max(width("plain network")) < 1.001 * min(width("plain network"))  # one noise for all
+
+
+def test_new_data_are_where_they_should_be() -> None:
+    table, (x_held, _), places = draw_curves(Bands(), seed=1)
+    assert (len(table.x_train), len(x_held)) == (150, 50)
+    for x in (table.x_train, x_held, places["beside it"][0]):
+        assert 0.9 <= x.abs().min() < x.abs().max() <= 3
+        assert 0.3 < (x < 0).double().mean() < 0.7
+    assert places["in the gap"][0].abs().max() <= 0.9
 
 
 # A short run on the digits.
@@ -205,9 +225,11 @@ def some_digits(correct: float = 0.5) -> Result:
 
 def some_bands(width: float = 0.5) -> Result:
     grid = torch.linspace(-2, 2, 41)
-    arrays = {"grid": grid, "truth": grid, "x": torch.tensor([-1.0, 1.0]), "y": torch.tensor([-1.0, 1.0]),
-              "low": grid - width, "high": grid + width, "plain low": grid - 0.2, "plain high": grid + 0.2}  # fmt: skip
-    return Result("bands", {}, 0, (), {}, {name: values.tolist() for name, values in arrays.items()})
+    arrays = {"grid": grid, "truth": grid, "x": torch.tensor([-1.0, 1.0]), "y": torch.tensor([-1.0, 1.0])}
+    arrays |= {f"{DEFAULT}/low": grid - width, f"{DEFAULT}/high": grid + width}
+    arrays |= {f"{PLAIN_ROW}/low": grid - 0.2, f"{PLAIN_ROW}/high": grid + 0.2}
+    rows = tuple(Row(name, {"coverage 95 %": 0.57}, "in the gap") for name in (PLAIN_ROW, DEFAULT))
+    return Result("bands", {}, 0, rows, {}, {name: values.tolist() for name, values in arrays.items()})
 
 
 def faded(colour: str, alpha: float) -> str:
@@ -247,10 +269,11 @@ def test_points_are_as_high_as_predictions_are_right() -> None:
 
 def test_no_band_leaves_its_frame() -> None:
     axis = new_axis()
-    draw_bands(axis, some_bands(width=50.0))
+    draw_bands(axis, some_bands(width=50.0), DEFAULT)
     low, high = axis.get_ylim()
     assert low < -52
     assert high > 52
+    assert "57 % of new data" in axis.get_title()
 
 
 def test_the_picture_uses_no_global_figures(tmp_path: Path) -> None:
