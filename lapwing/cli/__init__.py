@@ -1,5 +1,5 @@
-"""The command line: one file for each command of ``lapwing``, and what they share."""
+"""The command line: the commands of ``lapwing``, their options, and the models, data and files that they read."""
 
-from lapwing.cli.program import main
+from lapwing.cli.commands import main
 
 __all__ = ["main"]

@@ -1,46 +1,58 @@
-"""The commands of ``lapwing``: the options of each, and what it does."""
+"""The program ``lapwing``: its commands with their options and their work, what they print, and how they fail."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 import shlex
+import sys
+import traceback
+import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import lapwing
 from lapwing.api import fit
 from lapwing.check import check
 from lapwing.cli.files import WRITERS, write_arrays
-from lapwing.cli.models import load_posterior
+from lapwing.cli.models import load_posterior, working_folder_first
 from lapwing.cli.options import (
     COLUMNS,
+    COMMON,
+    EVERY,
+    LEVEL,
+    MODEL,
+    POSTERIOR,
+    POSTERIORS,
+    SUBSET,
+    Option,
     Outcome,
-    add_common,
-    add_data,
-    add_level,
-    add_model,
-    add_out,
-    add_posterior,
-    add_posteriors,
-    add_subset,
+    add_options,
     columns_of_fit,
+    data_options,
     load_model,
     load_posteriors,
     make_reader,
     names,
+    option,
+    out_options,
     refuse_output,
     seed_all,
     subset_of,
     target_key,
 )
-from lapwing.compare import compare, evaluate, kind_of
+from lapwing.compare import Evaluations, compare, evaluate, kind_of
 from lapwing.data.streams import InputStream
-from lapwing.errors import DataError, UnsupportedError
+from lapwing.decisions.evaluation import Evaluation
+from lapwing.errors import DataError, LapwingError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.predictives.base import LabelPredictive, NumberPredictive
 from lapwing.registry import LIKELIHOODS, METHODS, find_likelihood
@@ -50,21 +62,11 @@ from lapwing.runtime.threads import should_show_progress
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what it does in a sentence, its options, and its work."""
+    """A command: what it does in a sentence, its work, and its options."""
 
     help: str
-    add_options: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], Outcome]
-
-
-def add_demo_options(parser: ArgumentParser) -> None:
-    """Add the options of ``lapwing demo``."""
-    parser.add_argument(
-        "--out", type=Path, default=Path("out"), metavar="FOLDER",
-        help="folder for the files, made if needed (default: out)",
-    )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="train once and for ten epochs only, to try it out")
-    add_common(parser, device=False)
+    options: tuple[Option, ...]
 
 
 def run_demo(arguments: Namespace) -> Outcome:
@@ -85,15 +87,6 @@ def run_demo(arguments: Namespace) -> Outcome:
     return Outcome("\n".join([*tables, *map(str, paths)]), {"results": results, "files": paths})
 
 
-def add_check_options(parser: ArgumentParser) -> None:
-    """Add the options of ``lapwing check``."""
-    add_model(parser)
-    add_subset(parser)
-    parser.add_argument("--timed", action="store_true", help="measure the times of all methods on one batch")
-    add_data(parser, "the training data")
-    add_common(parser)
-
-
 def run_check(arguments: Namespace) -> Outcome:
     """Check the model with the first batch."""
     seed_all(arguments.seed)
@@ -110,25 +103,6 @@ def run_check(arguments: Namespace) -> Outcome:
         "recommended": {"method": type(report.recommended.method).__name__, "why": report.recommended.why},
     }  # fmt: skip
     return Outcome(f"{data.described}\n{report}", facts)
-
-
-def add_fit_options(parser: ArgumentParser) -> None:
-    """Add the options of ``lapwing fit``."""
-    add_model(parser)
-    parser.add_argument(
-        "--likelihood", required=True, metavar="NAME",
-        help="what the targets are: classification, regression, binary, multilabel, counts or heteroscedastic",
-    )  # fmt: skip
-    parser.add_argument(
-        "--validation", metavar="DATA",
-        help="data that the network was not trained on, as for --data; 200 rows or more calibrate the error bars",
-    )  # fmt: skip
-    parser.add_argument("--method", metavar="NAME", help="such as kron, full or auto (default: kron)")
-    add_subset(parser)
-    parser.add_argument("--prior", type=float, metavar="PRECISION", help="precision of the weights (default: learned)")
-    add_out(parser, "the posterior, such as net.lapwing")
-    add_data(parser, "the training data")
-    add_common(parser)
 
 
 def run_fit(arguments: Namespace) -> Outcome:
@@ -189,14 +163,6 @@ def facts_of(posterior: Fitted) -> dict[str, object]:
     }  # fmt: skip
 
 
-def add_evaluate_options(parser: ArgumentParser) -> None:
-    """Add the options of ``lapwing evaluate``."""
-    add_posteriors(parser)
-    add_level(parser)
-    add_data(parser, "data with targets that were not used for the fit")
-    add_common(parser)
-
-
 def run_evaluate(arguments: Namespace) -> Outcome:
     """Score one posterior against the plain network, or rank several with it."""
     generator = seed_all(arguments.seed)
@@ -206,11 +172,13 @@ def run_evaluate(arguments: Namespace) -> Outcome:
     known = columns_of(posteriors, arguments)
     data = make_reader(arguments, first.network.model, labels=labels, columns=known).read(arguments.data)
     settings = {"level": arguments.level, "target_key": target_key(arguments, known), "generator": generator}
-    alone = len(posteriors) == 1
-    named = posteriors if alone else {display_name(name, each): each for name, each in posteriors.items()}
-    found = first.evaluate(data.batches, **settings) if alone else evaluate(named, data.batches, **settings)
-    facts = {"data": data.facts, "seed": arguments.seed, "posteriors": list(named), "evaluation": found.to_json()}
-    return Outcome(f"{data.described}\n{found}", facts)
+    if len(posteriors) > 1:
+        posteriors = {display_name(name, each): each for name, each in posteriors.items()}
+        evaluation: Evaluation | Evaluations = evaluate(posteriors, data.batches, **settings)
+    else:
+        evaluation = first.evaluate(data.batches, **settings)
+    facts = {"data": data.facts, "seed": arguments.seed, "posteriors": list(posteriors)}
+    return Outcome(f"{data.described}\n{evaluation}", {**facts, "evaluation": evaluation.to_json()})
 
 
 def columns_of(posteriors: Mapping[str, Fitted], arguments: Namespace) -> Mapping[str, tuple[str, ...]]:
@@ -221,34 +189,20 @@ def columns_of(posteriors: Mapping[str, Fitted], arguments: Namespace) -> Mappin
     """
     (name, first), *others = posteriors.items()
     for other, each in others:
-        for option in COLUMNS:
-            one, two = (p.columns.get(option, ()) for p in (first, each))
-            if one and two and one != two and not vars(arguments)[option]:
+        for column in COLUMNS:
+            one, two = (p.columns.get(column, ()) for p in (first, each))
+            if one and two and one != two and not vars(arguments)[column]:
                 raise DataError(
-                    f"{name} was fitted with --{option} {','.join(one)} and {other} with --{option} {','.join(two)}; "
-                    f"expected the same. Give --{option}, or evaluate them one by one."
+                    f"{name} was fitted with --{column} {','.join(one)} and {other} with --{column} {','.join(two)}; "
+                    f"expected the same. Give --{column}, or evaluate them one by one."
                 )
-    return {option: names for p in reversed([*posteriors.values()]) for option, names in p.columns.items()}
+    return {column: given for p in reversed([*posteriors.values()]) for column, given in p.columns.items()}
 
 
 def display_name(name: str, fitted: Fitted) -> str:
     """Return the name of a file, and what is in it if it has no error bars: files do not show that."""
     kind = kind_of(fitted.posterior)
     return f"{name} ({kind})" if kind else name
-
-
-def add_predict_options(parser: ArgumentParser) -> None:
-    """Add the options of ``lapwing predict``."""
-    add_model(parser)
-    add_posterior(parser)
-    add_level(parser)
-    add_out(parser, "the predictions: a .csv, .npz or .parquet file")
-    parser.add_argument(
-        "--keep", type=names, default=(), metavar="NAMES",
-        help="columns of a table that are not inputs and are copied to the predictions, with commas",
-    )  # fmt: skip
-    add_data(parser, "the inputs; targets are not needed, and left out if they are there")
-    add_common(parser)
 
 
 def run_predict(arguments: Namespace) -> Outcome:
@@ -337,12 +291,6 @@ def _refuse_classes(posterior: Fitted, classes: tuple[str, ...]) -> None:
         )
 
 
-def add_compare_options(parser: ArgumentParser) -> None:
-    """Add the options of ``lapwing compare``."""
-    add_posteriors(parser)
-    add_common(parser)
-
-
 def run_compare(arguments: Namespace) -> Outcome:
     """Load every posterior with its model, and rank them. They are named by their files."""
     seed_all(arguments.seed)
@@ -350,17 +298,6 @@ def run_compare(arguments: Namespace) -> Outcome:
     candidates = [asdict(candidate) for candidate in comparison.candidates]
     facts = {"best": comparison.best, "candidates": candidates, "findings": comparison.findings}
     return Outcome(str(comparison), facts)
-
-
-def add_report_options(parser: ArgumentParser) -> None:
-    """Add the options of ``lapwing report``."""
-    add_model(parser)
-    add_posterior(parser)
-    add_level(parser)
-    parser.add_argument("--title", help="heading of the page (default: the name of the model)")
-    add_out(parser, "the page, such as report.html")
-    add_data(parser, "data with targets that were not used for the fit")
-    add_common(parser)
 
 
 def run_report(arguments: Namespace) -> Outcome:
@@ -382,31 +319,178 @@ def run_report(arguments: Namespace) -> Outcome:
 
 COMMANDS: Mapping[str, Command] = {
     "demo": Command(
-        "run digits, diabetes and a curve with a gap, and write their tables, a picture and results.json",
-        add_demo_options, run_demo,
+        "run digits, diabetes and a curve with a gap, and write their tables, a picture and results.json", run_demo,
+        (
+            option(
+                "--out", "folder for the files, made if needed (default: out)", type=Path, default=Path("out"),
+                metavar="FOLDER",
+            ),
+            option("--quick", "train once and for ten epochs only, to try it out", action="store_true"),
+            *EVERY,
+        ),
     ),
     "check": Command(
-        "say how each layer is handled and what each method would cost, before anything is fitted",
-        add_check_options, run_check,
+        "say how each layer is handled and what each method would cost, before anything is fitted", run_check,
+        (
+            *MODEL, SUBSET,
+            option("--timed", "measure the times of all methods on one batch", action="store_true"),
+            *data_options("the training data"), *COMMON,
+        ),
     ),
     "fit": Command(
-        "fit a posterior around the trained weights and write it to a file",
-        add_fit_options, run_fit,
+        "fit a posterior around the trained weights and write it to a file", run_fit,
+        (
+            *MODEL,
+            option(
+                "--likelihood",
+                "what the targets are: classification, regression, binary, multilabel, counts or heteroscedastic",
+                required=True, metavar="NAME",
+            ),
+            option(
+                "--validation",
+                "data that the network was not trained on, as for --data; 200 rows or more calibrate the error bars",
+                metavar="DATA",
+            ),
+            option("--method", "such as kron, full or auto (default: kron)", metavar="NAME"),
+            SUBSET,
+            option("--prior", "precision of the weights (default: learned)", type=float, metavar="PRECISION"),
+            *out_options("the posterior, such as net.lapwing"), *data_options("the training data"), *COMMON,
+        ),
     ),
     "evaluate": Command(
-        "score posteriors on data that were not used for the fit, beside the plain network",
-        add_evaluate_options, run_evaluate,
+        "score posteriors on data that were not used for the fit, beside the plain network", run_evaluate,
+        (*POSTERIORS, LEVEL, *data_options("data with targets that were not used for the fit"), *COMMON),
     ),
     "predict": Command(
         "predict new data and write a row for each: probabilities, or means and intervals, and their uncertainty",
-        add_predict_options, run_predict,
+        run_predict,
+        (
+            *MODEL, POSTERIOR, LEVEL, *out_options("the predictions: a .csv, .npz or .parquet file"),
+            option(
+                "--keep", "columns of a table that are not inputs and are copied to the predictions, with commas",
+                type=names, default=(), metavar="NAMES",
+            ),
+            *data_options("the inputs; targets are not needed, and left out if they are there"), *COMMON,
+        ),
     ),
     "compare": Command(
-        "rank models by the evidence of their posteriors, which needs no data",
-        add_compare_options, run_compare,
+        "rank models by the evidence of their posteriors, which needs no data", run_compare, (*POSTERIORS, *COMMON)
     ),
     "report": Command(
         "write a page in HTML with a verdict, scores and pictures, from data that were not used for the fit",
-        add_report_options, run_report,
+        run_report,
+        (
+            *MODEL, POSTERIOR, LEVEL, option("--title", "heading of the page (default: the name of the model)"),
+            *out_options("the page, such as report.html"),
+            *data_options("data with targets that were not used for the fit"), *COMMON,
+        ),
     ),
 }  # fmt: skip
+
+FAILED, INTERRUPTED = 1, 130  # exit codes; 2 is that of argparse for a command that cannot be read
+ADVICE = {  # what the library advises, and how to give it here
+    "timed=True": "--timed",
+    "fit(..., validation=data)": "--validation DATA",
+    "target_key=...": "--target NAME",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0, or 1 with one line on stderr. A command that cannot be read exits 2.
+
+    Results go to stdout. Progress, warnings, errors, and what the user's own code prints go to stderr.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if any("\0" in word for word in words):
+        return _print_failure("an argument has a NUL character, which no path or name has; leave it out.", FAILED)
+    arguments = _parser().parse_args(words, Namespace(words=words))
+    try:
+        with working_folder_first(), redirect_stdout(sys.stderr), warnings_in_a_line():
+            outcome = COMMANDS[arguments.command].run(arguments)
+    except KeyboardInterrupt:
+        return _print_failure("interrupted.", INTERRUPTED)
+    except Exception as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        return _print_failure(_in_words(error), FAILED)
+    return _print_text(outcome.to_json(arguments.command) if arguments.json else in_options(outcome.text))
+
+
+def _print_text(text: str) -> int:
+    """Print the text and return the exit code; a reader such as ``head`` may close the pipe before its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+class _Parser(ArgumentParser):
+    """A parser that takes ``@FILE`` for the words in a file, with quotes and comments as in a shell."""
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        if "\0" in arg_line:
+            self.error("a file of arguments has a NUL character, which no path or name has; write it as plain text")
+        return shlex.split(arg_line, comments=True)
+
+
+def _parser() -> ArgumentParser:
+    parser = _Parser(
+        prog="lapwing",
+        description="Error bars for trained networks.",
+        epilog="lapwing COMMAND --help lists the options of a command. @FILE stands for the words in a file.",
+        fromfile_prefix_chars="@",
+    )
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    parser.add_argument("--version", action="version", version=f"lapwing {lapwing.__version__} ({versions})")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sentence = f"{command.help[0].upper()}{command.help[1:]}."
+        own = commands.add_parser(name, help=command.help, description=sentence, allow_abbrev=False)
+        add_options(own, command.options)
+    return parser
+
+
+def _in_words(error: Exception) -> str:
+    """Return one line for an error; an unexpected one comes with its type."""
+    if isinstance(error, LapwingError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'a file'}: {error.strerror}. Check the path."
+    return f"{type(error).__name__}: {error} (not expected). --traceback shows where."
+
+
+def _print_failure(message: str, code: int) -> int:
+    print(f"lapwing: {in_options(in_a_line(message))}", file=sys.stderr)
+    return code
+
+
+def in_a_line(text: str) -> str:
+    """Return a text in one line; characters that a terminal would not print, such as those of a file, become "?".
+
+    >>> in_a_line("no\\n  such \\x1b[2Jcolumn")
+    'no such ?[2Jcolumn'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
+def in_options(text: str) -> str:
+    """Return a text of the library with options in place of arguments.
+
+    >>> in_options("timed=True measures on one batch.")
+    '--timed measures on one batch.'
+    """
+    for argument, flag in ADVICE.items():
+        text = text.replace(argument, flag)
+    return text
+
+
+@contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Write warnings as a line each meanwhile, without the place in the code."""
+    show: Callable[..., None] = lambda message, *_, **__: print(
+        f"lapwing: warning: {in_a_line(str(message))}", file=sys.stderr
+    )
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

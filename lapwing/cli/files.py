@@ -20,6 +20,7 @@ from typing import IO, Any, ClassVar
 import torch
 from torch import Tensor
 
+from lapwing.cli.models import list_names
 from lapwing.errors import DataError, FileError, LapwingError, UnsupportedError
 from lapwing.runtime.files import write_atomically
 
@@ -60,14 +61,9 @@ def optional(module: str, path: Path, install: str) -> ModuleType:
         raise UnsupportedError(f"{path} needs {module.split('.')[0]}; use pip install {install}.") from error
 
 
-def quote_names(names: Sequence[str], shown: int = 20) -> str:
-    """Return the first names and how many more there are.
-
-    >>> quote_names(["a", "b", "c"], shown=2)
-    "'a', 'b' and 1 more"
-    """
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(map(repr, names[:shown])) + more
+def quote_names(names: Sequence[str]) -> str:
+    """Return the first names in quotes, and how many more there are."""
+    return list_names(list(map(repr, names)), shown=20)
 
 
 WHOLE = 2.0**53  # up to here float64 has every whole number

@@ -142,7 +142,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             content = content[key]
             break
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
-        held = f"the keys {_shorten(list(content))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        held = f"a {type(content).__name__}"
+        if isinstance(content, Mapping):
+            held = f"the keys {list_names(list(map(str, content)), SHOWN)}"
         raise FileError(f"{path} holds {held}; expected tensors by the names of the parameters. {REMEDY}")
     return {str(name): tensor for name, tensor in content.items()}
 
@@ -185,8 +187,8 @@ def put_weights(model: nn.Module, given: Mapping[str, Tensor], path: Path) -> No
     given = _without_prefix(given, own)
     missing, unexpected = [n for n in own if n not in given], [n for n in given if n not in own]
     if missing or unexpected:
-        parts = [f"lacks {_shorten(missing)}"] if missing else []
-        parts += [f"has {_shorten(unexpected)}, which the model lacks"] if unexpected else []
+        parts = [f"lacks {list_names(missing, SHOWN)}"] if missing else []
+        parts += [f"has {list_names(unexpected, SHOWN)}, which the model lacks"] if unexpected else []
         raise FileError(f"{path} belongs to another model: it {' and '.join(parts)}. Check MODEL and --weights.")
     for name, tensor in own.items():
         if tensor.shape != given[name].shape:
@@ -207,9 +209,14 @@ def _without_prefix(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> M
     return given
 
 
-def _shorten(names: Sequence[object]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(map(str, names[:SHOWN])) + more
+def list_names(names: Sequence[str], shown: int) -> str:
+    """Return the first names and how many more there are.
+
+    >>> list_names(["a", "b", "c"], shown=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def import_model(path: str, weights: Path | None, device: torch.device, trained: bool = True) -> nn.Module:
@@ -235,9 +242,8 @@ def import_model(path: str, weights: Path | None, device: torch.device, trained:
 
 
 def _build_model(path: str) -> nn.Module:
-    factory = import_object(path, "MODEL")
-    made: object = factory if isinstance(factory, nn.Module) else None
-    if made is None and callable(factory):
+    made = factory = import_object(path, "MODEL")
+    if callable(factory) and not isinstance(factory, nn.Module):
         made = call_factory(factory, path, "MODEL")
     if not isinstance(made, nn.Module):
         returned = f"which returns {describe(made)}" if callable(factory) else f"which is {describe(factory)}"
@@ -247,8 +253,7 @@ def _build_model(path: str) -> nn.Module:
 
 def _refuse_random(one: nn.Module, other: nn.Module, path: str) -> None:
     """Raise if two models of one factory have different weights."""
-    pairs = zip(one.state_dict().items(), other.state_dict().values(), strict=True)
-    for name, (first, second) in ((name, (first, second)) for (name, first), second in pairs):
+    for (name, first), second in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
         if not torch.equal(first, second):
             raise ModelError(
                 f"{path} gives other values of {name} at each call, so its weights are not trained; expected a trained "

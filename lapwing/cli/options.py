@@ -45,11 +45,122 @@ class Outcome:
         )
 
 
-def add_subset(parser: ArgumentParser) -> None:
-    """Add the option."""
-    parser.add_argument(
-        "--subset", default="all", metavar="WEIGHTS",
-        help="which weights are uncertain: all, last_layer, or a regular expression for their names (default: all)",
+def names(text: str) -> tuple[str, ...]:
+    """Return the names in a text with commas.
+
+    >>> names("age, size")
+    ('age', 'size')
+    """
+    found = tuple(name.strip() for name in text.split(","))
+    if not all(found) or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name or one twice; expected names with commas")
+    return found
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _level(text: str) -> float:
+    try:
+        level = float(text)
+    except ValueError:
+        level = 0.0
+    if not 0 < level < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a probability between 0 and 1")
+    return level
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument of a command, the group that it is listed under, and what ``add_argument`` takes besides."""
+
+    flag: str
+    group: str
+    settings: Mapping[str, Any]
+
+
+def option(flag: str, help: str, group: str = "", **settings: Any) -> Option:
+    """Return an option."""
+    return Option(flag, group, {"help": help, **settings})
+
+
+def add_options(parser: ArgumentParser, options: Sequence[Option]) -> None:
+    """Add the options to the parser of a command."""
+    names = dict.fromkeys(each.group for each in options if each.group)
+    groups = {name: parser.add_argument_group(name) for name in names}
+    for each in options:
+        groups.get(each.group, parser).add_argument(each.flag, **each.settings)
+
+
+DEVICE = option("--device", "where to compute, such as cuda (default: cpu)", "every command", default="cpu")
+EVERY = (
+    option("--seed", "seed of all random numbers (default: 0)", "every command", type=_seed, default=0),
+    option("--json", "print one JSON object and nothing else", "every command", action="store_true"),
+    option("--traceback", "show where an error was raised", "every command", action="store_true"),
+)
+COMMON = (DEVICE, *EVERY)
+MODEL = (
+    option("model", "import path of a function that returns it: package.module:factory", metavar="MODEL"),
+    option("--weights", "its weights: a state dict of torch, or safetensors", type=Path, metavar="FILE"),
+)
+SUBSET = option(
+    "--subset", "which weights are uncertain: all, last_layer, or a regular expression for their names (default: all)",
+    default="all", metavar="WEIGHTS",
+)  # fmt: skip
+POSTERIOR = option("--posterior", "a file that lapwing fit wrote", type=Path, required=True, metavar="FILE")
+LEVEL = option("--level", "probability of the intervals (default: 0.95)", type=_level, default=0.95)
+OVERWRITE = option("--overwrite", "replace the file if it exists", action="store_true")
+_EACH: dict[str, Any] = {"type": Path, "nargs": "+", "action": "extend", "metavar": "FILE"}
+POSTERIORS = (
+    option(
+        "models", "import path of each model, package.module:factory, or one for all posteriors", nargs="+",
+        metavar="MODEL",
+    ),
+    option("--weights", "weights of each model, or one file for all", default=[], **_EACH),
+    option("--posterior", "files that lapwing fit wrote", required=True, **_EACH),
+)  # fmt: skip
+
+
+def out_options(what: str) -> tuple[Option, ...]:
+    """Return the options for the file that is written."""
+    return option("--out", what, type=Path, required=True, metavar="FILE"), OVERWRITE
+
+
+def data_options(what: str) -> tuple[Option, ...]:
+    """Return the options for the data, ``what`` they are for, and for what their columns and arrays are."""
+    listed: dict[str, Any] = {"group": "data", "type": names, "default": ()}
+    return (
+        option(
+            "--data",
+            f"{what}: a .npz, .csv or .parquet file, or the import path of a loader, package.module:make_loader",
+            "data", required=True, metavar="DATA",
+        ),
+        option(
+            "--target",
+            "column, array or key of the targets, several with commas (default: y, target, targets, label or labels)",
+            metavar="NAME", **listed,
+        ),
+        option(
+            "--inputs",
+            "columns of the inputs, with commas, or their array (default: the others; of arrays x or inputs)",
+            metavar="NAMES", **listed,
+        ),
+        option("--drop", "columns to leave out, with commas", metavar="NAMES", **listed),
+        option(
+            "--classes",
+            "the classes in the order of the network's outputs, with commas (default: their texts, sorted)",
+            metavar="NAMES", **listed,
+        ),
+        option("--batch-size", "rows of a batch (default: 256)", "data", type=_count, default=256, metavar="N"),
     )  # fmt: skip
 
 
@@ -63,65 +174,7 @@ def subset_of(arguments: Namespace) -> Weights:
 
 COLUMNS = ("inputs", "target", "drop", "classes")  # options that name the parts of the data, as ``Roles`` has them
 NO_COLUMNS: Mapping[str, tuple[str, ...]] = {}
-
-
-def add_common(parser: ArgumentParser, device: bool = True) -> None:
-    """Add the options of every command."""
-    group = parser.add_argument_group("every command")
-    if device:
-        group.add_argument("--device", default="cpu", help="where to compute, such as cuda (default: cpu)")
-    group.add_argument("--seed", type=_seed, default=0, help="seed of all random numbers (default: 0)")
-    group.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    group.add_argument("--traceback", action="store_true", help="show where an error was raised")
-
-
-def add_model(parser: ArgumentParser) -> None:
-    """Add the model and its weights."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="import path of a function that returns it: package.module:factory"
-    )
-    parser.add_argument(
-        "--weights", type=Path, metavar="FILE", help="its weights: a state dict of torch, or safetensors"
-    )
-
-
-def add_data(parser: ArgumentParser, data: str) -> None:
-    """Add the data, and what its columns and arrays are; ``data`` says what they are for."""
-    group = parser.add_argument_group("data")
-    group.add_argument(
-        "--data", required=True, metavar="DATA",
-        help=f"{data}: a .npz, .csv or .parquet file, or the import path of a loader, package.module:make_loader",
-    )  # fmt: skip
-    group.add_argument(
-        "--target", type=names, default=(), metavar="NAME",
-        help="column, array or key of the targets, several with commas (default: y, target, targets, label or labels)",
-    )  # fmt: skip
-    group.add_argument(
-        "--inputs", type=names, default=(), metavar="NAMES",
-        help="columns of the inputs, with commas, or their array (default: the others; of arrays x or inputs)",
-    )  # fmt: skip
-    group.add_argument("--drop", type=names, default=(), metavar="NAMES", help="columns to leave out, with commas")
-    group.add_argument(
-        "--classes", type=names, default=(), metavar="NAMES",
-        help="the classes in the order of the network's outputs, with commas (default: their texts, sorted)",
-    )  # fmt: skip
-    group.add_argument("--batch-size", type=_count, default=256, metavar="N", help="rows of a batch (default: 256)")
-
-
-def add_posterior(parser: ArgumentParser) -> None:
-    """Add the file of one posterior."""
-    parser.add_argument("--posterior", type=Path, required=True, metavar="FILE", help="a file that lapwing fit wrote")
-
-
-def add_level(parser: ArgumentParser) -> None:
-    """Add the probability of intervals."""
-    parser.add_argument("--level", type=_level, default=0.95, help="probability of the intervals (default: 0.95)")
-
-
-def add_out(parser: ArgumentParser, what: str) -> None:
-    """Add the file that is written."""
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=what)
-    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+T = TypeVar("T")
 
 
 def device_of(arguments: Namespace) -> torch.device:
@@ -206,54 +259,6 @@ def _files_read(arguments: Namespace) -> Iterator[tuple[str, Path]]:
         given = vars(arguments).get(option)
         if given is not None:
             yield f"--{option}", Path(given)
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Return the names in a text with commas.
-
-    >>> names("age, size")
-    ('age', 'size')
-    """
-    found = tuple(name.strip() for name in text.split(","))
-    if not all(found) or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} has an empty name or one twice; expected names with commas")
-    return found
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
-def _level(text: str) -> float:
-    try:
-        level = float(text)
-    except ValueError:
-        level = 0.0
-    if not 0 < level < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a probability between 0 and 1")
-    return level
-
-
-T = TypeVar("T")
-
-
-def add_posteriors(parser: ArgumentParser) -> None:
-    """Add models, weights and posteriors, one of each or several."""
-    parser.add_argument(
-        "models", nargs="+", metavar="MODEL",
-        help="import path of each model, package.module:factory, or one for all posteriors",
-    )  # fmt: skip
-    several: dict[str, Any] = {"type": Path, "nargs": "+", "action": "extend", "metavar": "FILE"}
-    parser.add_argument("--weights", default=[], help="weights of each model, or one file for all", **several)
-    parser.add_argument("--posterior", required=True, help="files that lapwing fit wrote", **several)
 
 
 def load_posteriors(arguments: Namespace) -> dict[str, Fitted]:

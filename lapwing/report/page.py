@@ -72,14 +72,10 @@ def configuration(posterior: Fitted) -> dict[str, str]:
 
 def findings(posterior: Fitted) -> list[str]:
     """Return the remarks of the posterior, of its tuner and on the size of its network."""
-    return [*posterior.findings, *_advice(posterior)]
-
-
-def _advice(posterior: Fitted) -> Iterator[str]:
     try:
-        yield from posterior.effective_parameters().findings
+        return [*posterior.findings, *posterior.effective_parameters().findings]
     except LapwingError:
-        return
+        return list(posterior.findings)
 
 
 def versions() -> dict[str, str]:
@@ -102,21 +98,6 @@ def _numbers(values: torch.Tensor) -> str:
 
 
 TEMPLATE = Path(__file__).with_name("page.html")
-WORDS = {  # what scores are, for readers who do not know their names
-    "nll": ("negative log-likelihood", "how improbable the observed targets were; lower is better"),
-    "accuracy": ("accuracy", "share of answers that are right; higher is better"),
-    "brier": ("Brier score", "squared error of the probabilities; lower is better"),
-    "ece": ("calibration error (ECE)", "mean distance of confidence from the share that is right; lower is better"),
-    "classwise_ece": ("class-wise calibration error", "the same for each class or label by itself; lower is better"),
-    "adaptive_ece": ("adaptive calibration error", "the same in bins of equally many answers; lower is better"),
-    "aurc": ("area under risk-coverage", "error if the most uncertain inputs are left out, averaged; lower is better"),
-    "rmse": ("RMSE", "root of the mean squared error; lower is better"),
-    "mae": ("mean absolute error", "lower is better"),
-    "crps": ("CRPS", "error of the whole distribution, in units of the target; lower is better"),
-    "coverage": ("coverage", "share of targets inside the intervals; best is their probability"),
-    "width": ("width of the intervals", "in units of the target; narrower is better only if coverage holds"),
-    "cqm": ("calibration error of quantiles", "mean distance of coverages from their probability; lower is better"),
-}
 UNDECIDED = "no difference can be told"
 
 
@@ -166,9 +147,9 @@ def write_page(
         "uncertain": shown, **about,
     })  # fmt: skip
     text = environment.render(
-        source=source, verdict=verdict, evaluation=evaluation, table=table(evaluation), pictures=pictures,
-        learned=learned, missing=missing, looked=looked, about=about, json=embed_json(numbers), percent=percent,
-        points=points,
+        source=source, verdict=verdict, evaluation=evaluation, pictures=pictures, learned=learned, missing=missing,
+        looked=looked, about=about, json=embed_json(numbers), percent=percent, points=points, number=number,
+        with_sign=with_sign, words_of=words_of,
     )  # fmt: skip
     write_atomically(path, [text.encode("utf-8")])
     return Report(path, verdict.sentences, numbers)
@@ -191,23 +172,6 @@ def _draw_pictures(
             missing.append(shown)
         numbers[name] = values
     return pictures, learned, missing, numbers
-
-
-def table(evaluation: Evaluation) -> list[dict[str, str]]:
-    """Return the rows of the table of scores as text."""
-    rows = []
-    for row in evaluation.rows:
-        name, meaning = WORDS.get(row.name, (row.name, ""))
-        if row.name == "ece" and evaluation.task == "binary labels":
-            meaning = "mean distance of the probability of one from the share of ones; lower is better"
-        if row.target is not None:
-            name = f"{name} of {percent(row.target)} intervals"
-        cells = {"name": name, "meaning": meaning, "verdict": row.verdict, "words": words_of(row)}
-        for key, score in (("plain", row.plain), ("posterior", row.posterior)):
-            cells |= {key: number(score.value), f"{key}_range": f"{number(score.low)} to {number(score.high)}"}
-        low, high = with_sign(row.difference.low), with_sign(row.difference.high)
-        rows.append(cells | {"difference": with_sign(row.difference.value), "difference_range": f"{low} to {high}"})
-    return rows
 
 
 def words_of(row: Compared) -> str:
@@ -288,11 +252,9 @@ _UNSIZED = re.compile(r"(-?\d+\.\d{2})\d+")
 
 @dataclass(frozen=True)
 class Picture:
-    """An inline SVG with a heading, a caption, and a description for those who do not see it."""
+    """An inline SVG with a description for those who do not see it; the template has its heading and its caption."""
 
     name: str  # unique in the page
-    heading: str
-    caption: str
     alt: str
     svg: str
 
@@ -338,48 +300,32 @@ def score_pictures(evaluation: Evaluation) -> Iterator[tuple[Picture, Any]]:
 def _intervals(each: Mapping[str, Any]) -> tuple[Picture, Any]:
     coverages = {name: observed_coverage(found, None) for name, found in each.items()}
     inside = {name: percent(values[LEVELS.index(0.9)]) for name, values in coverages.items()}
-    caption = (
-        "The share of targets inside central intervals against the probability of these. On the dotted line the "
-        "intervals are calibrated; below it they are too narrow. The grey band shows what chance alone does."
-    )
     alt = (
         f"Coverage of intervals. The 90 % intervals of the posterior hold {inside['posterior']} of the targets, those "
         f"of the plain network {inside['plain network']}."
     )
     ax = plots.intervals(each, ax=new_axis(size=SIZE))
-    return _picture("intervals", "Calibration of intervals", caption, alt, ax), {"levels": LEVELS, **coverages}
+    return _picture("intervals", alt, ax), {"levels": LEVELS, **coverages}
 
 
 def _reliability(each: Mapping[str, Any]) -> tuple[Picture, Any]:
     means = {name: (float(found.probability.mean()), float(found.true.mean())) for name, found in each.items()}
     says = {name: f"{percent(sure)} confident and {percent(right)} right" for name, (sure, right) in means.items()}
-    caption = (
-        "How often answers are right against how confident they are, in ten bins, with 95 % intervals. On the dotted "
-        "line confidence can be taken at its word; below it answers are overconfident."
-    )
     if not each["posterior"].of_classes:
         says = {name: f"{percent(said)} sure of one, of {percent(share)} ones" for name, (said, share) in means.items()}
-        caption = (
-            "How often a label is one against the predicted probability of that, in ten bins, with 95 % intervals. On "
-            "the dotted line the probability can be taken at its word; below it, it is too high."
-        )
     alt = (
         f"Reliability diagram. On average the posterior is {says['posterior']}, the plain network "
         f"{says['plain network']}."
     )
     ax = plots.reliability(each, ax=new_axis(size=SIZE))
     points = {name: asdict(reliability_points(found)) for name, found in each.items()}
-    return _picture("reliability", "Reliability diagram", caption, alt, ax), points
+    return _picture("reliability", alt, ax), points
 
 
 def _risk(each: Mapping[str, Any]) -> tuple[Picture, Any]:
     curves = {name: risk_of(found, None) for name, found in each.items()}
     rows = thin_rows(len(curves["posterior"].risk), 100)
     half, full = ({n: f"{c.risk[(len(c.risk) - 1) // k].item():.3g}" for n, c in curves.items()} for k in (2, 1))
-    caption = (
-        "The error of the answers that remain if the most uncertain inputs are left unanswered. A good uncertainty "
-        "makes the curve fall to the left."
-    )
     alt = (
         f"Risk against coverage. Answering the more certain half of the inputs, the error is {half['posterior']} with "
         f"the posterior and {half['plain network']} with the plain network; answering all, it is "
@@ -387,7 +333,7 @@ def _risk(each: Mapping[str, Any]) -> tuple[Picture, Any]:
     )
     ax = plots.risk_coverage(each, ax=new_axis(size=SIZE))
     numbers = {n: {"coverage": c.coverage[rows].tolist(), "risk": c.risk[rows].tolist()} for n, c in curves.items()}
-    return _picture("risk", "Error of what is answered", caption, alt, ax), numbers
+    return _picture("risk", alt, ax), numbers
 
 
 def band_picture(posterior: Fitted, looked: UncertainInputs) -> tuple[Picture, Any] | None:
@@ -407,12 +353,8 @@ def band_picture(posterior: Fitted, looked: UncertainInputs) -> tuple[Picture, A
         f"Mean and 95 % intervals over the input. Intervals are between {float(widths.min()):.3g} and "
         f"{float(widths.max()):.3g} wide."
     )
-    caption = (
-        "The wide band holds 95 % of the targets, if calibrated; the inner band is the doubt about the function, which "
-        "more data would lower. Points are held-out data."
-    )
     numbers = {"x": inputs[:, 0], "mean": prediction.mean[:, 0], "low": low[:, 0], "high": high[:, 0]}
-    return _picture("band", "Predictions", caption, alt, ax), {k: v.detach().cpu().tolist() for k, v in numbers.items()}
+    return _picture("band", alt, ax), {k: v.detach().cpu().tolist() for k, v in numbers.items()}
 
 
 def learned_pictures(posterior: Fitted) -> Iterator[tuple[Picture | str, str, Any]]:
@@ -428,25 +370,20 @@ def _gamma(posterior: Fitted) -> tuple[Picture | str, str, Any]:
     except LapwingError as error:
         return f"γ by layer: {error}", "effective_parameters", None
     size = (SIZE[0], 1.0 + 0.26 * min(MOST_LAYERS, len(found.layers)))
-    caption = (
-        "γ, the number of weights that the data determine, over the number of weights of each layer. The others keep "
-        "what the prior says."
-    )
     alt = f"Effective parameters by layer: the data determine {found.total:.3g} of {found.weights:,} weights in all."
     ax = plots.effective_parameters(found, ax=new_axis(size=size))
     numbers = {"total": found.total, "layers": found.layers, "sizes": found.sizes}
-    return _picture("gamma", "What the data determine", caption, alt, ax), "effective_parameters", numbers
+    return _picture("gamma", alt, ax), "effective_parameters", numbers
 
 
 def _trace(posterior: Fitted) -> tuple[Picture | str, str, Any]:
     record = trace_with_steps(posterior)
     if record is None:
         return "Trace: no steps of a tuner were recorded.", "trace", None
-    caption = f"The {record.score} at every step of {record.tuner}; the ring marks the best."
     alt = f"The {record.score} at each of {len(record.steps)} steps of {record.tuner}."
     steps = [{"score": step.score, "precisions": step.precisions[:16]} for step in record.steps]
     ax = plots.trace(record, ax=new_axis(size=SIZE))
-    return _picture("trace", "Trace of the tuner", caption, alt, ax), "trace", {"tuner": record.tuner, "steps": steps}
+    return _picture("trace", alt, ax), "trace", {"tuner": record.tuner, "steps": steps}
 
 
 def _evidence(posterior: Fitted) -> tuple[Picture | str, str, Any]:
@@ -460,14 +397,10 @@ def _evidence(posterior: Fitted) -> tuple[Picture | str, str, Any]:
     except LapwingError as error:
         return f"Evidence curve: {error}", "evidence_curve", None
     best = max((e, p) for e, p in zip(curve.log_evidence, curve.precisions, strict=True) if math.isfinite(e))
-    caption = (
-        "The log evidence, by which the training data alone judge the prior, against its precision. A default fit "
-        "mixes several precisions around the dashed line."
-    )
     alt = f"Log evidence against precision: highest, {best[0]:.4g}, at {best[1]:.3g}; the fit has {curve.present:.3g}."
-    return _picture("evidence", "Evidence and prior", caption, alt, ax), "evidence_curve", asdict(curve)
+    return _picture("evidence", alt, ax), "evidence_curve", asdict(curve)
 
 
-def _picture(name: str, heading: str, caption: str, alt: str, ax: Axes) -> Picture:
+def _picture(name: str, alt: str, ax: Axes) -> Picture:
     with torch.no_grad():
-        return Picture(name, heading, caption, alt, inline_svg(name, ax, alt))
+        return Picture(name, alt, inline_svg(name, ax, alt))

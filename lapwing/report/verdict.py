@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lapwing.decisions.collecting import LabelledBatch, batches_of, label_batch, source_of
 from lapwing.decisions.evaluation import ClassFrequency, Evaluation
-from lapwing.metrics import calibration
+from lapwing.metrics import ece
 from lapwing.plots import AnswerProbabilities, Residuals, normal_half_width, observed_coverage, separate, wilson
 from lapwing.predictives.base import LabelPredictive, NumberPredictive, Predictive
 
@@ -68,7 +68,8 @@ def verdict_of(evaluation: Evaluation, has_spread: bool = True) -> Verdict:
     calibrated = _intervals(evaluation, found) if real else _probabilities(evaluation, found)
     better = _better(evaluation, has_spread)
     trust = _doubtful_numbers(found) if real else _doubtful_labels(found)
-    few = f" Only {say_inputs(inputs)} scored, so that little can be told." if inputs < FEW else ""
+    scored = "1 input was" if inputs == 1 else f"{inputs} inputs were"
+    few = f" Only {scored} scored, so that little can be told." if inputs < FEW else ""
     first = f"The error bars {calibrated.short}" if real else f"The probabilities {calibrated.short}"
     also = "but" if {calibrated.mark, better.mark} == {"good", "bad"} else "and"
     sentences = f"{first}, {also} the predictions {better.short}. {trust.short}{few}"
@@ -78,7 +79,7 @@ def verdict_of(evaluation: Evaluation, has_spread: bool = True) -> Verdict:
 def _probabilities(evaluation: Evaluation, found: AnswerProbabilities) -> Answer:
     """Return whether stated probabilities agree with how often they come true, and the mean of each class too."""
     inputs = evaluation.inputs
-    error, likely = calibration_error(found), calibration_error_by_chance(found)
+    error, likely = ece(found.probability, found.true, BINS), calibration_error_by_chance(found)
     confidence, right = float(found.probability.mean()), float(found.true.mean())
     spread = normal_half_width(CHANCE) * mean_error_by_chance(found)
     said, seen, what = ("confidence", "of the answers are right", "answers")
@@ -130,12 +131,6 @@ def _biased_class(evaluation: Evaluation) -> ClassFrequency | None:
 def mean_error_by_chance(found: AnswerProbabilities) -> float:
     """Return the standard error of the share that is right, if answers are right with the stated probability."""
     return float((found.probability * (1 - found.probability)).clamp_min(0).mean() / len(found.true)) ** 0.5
-
-
-def calibration_error(found: AnswerProbabilities) -> float:
-    """Return the expected calibration error of the answers."""
-    binned = calibration(found.probability, found.true, BINS)
-    return float((binned.weight * (binned.accuracy - binned.confidence).abs()).nansum())
 
 
 def calibration_error_by_chance(found: AnswerProbabilities) -> float:
@@ -270,15 +265,6 @@ def _split_by_uncertainty(uncertainty: Tensor) -> tuple[Tensor, Tensor, float]:
     order = uncertainty.argsort(descending=True, stable=True)
     count = min(len(order) - 1, max(1, round(DOUBTFUL * len(order)))) if len(order) > 1 else 1
     return order[:count], order[count:] if len(order) > 1 else order, float(uncertainty[order[count - 1]])
-
-
-def say_inputs(inputs: int) -> str:
-    """Return how many inputs there were, with the verb.
-
-    >>> say_inputs(1), say_inputs(30)
-    ('1 input was', '30 inputs were')
-    """
-    return "1 input was" if inputs == 1 else f"{inputs} inputs were"
 
 
 def percent(value: float) -> str:

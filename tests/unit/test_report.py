@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.decisions.evaluation import ClassFrequency, Compared, Evaluation
 from lapwing.errors import DataError, FileError, UnsupportedError
-from lapwing.metrics import ScoreInterval
+from lapwing.metrics import ScoreInterval, ece
 from lapwing.plots import COLOURS, INK, AnswerProbabilities, new_axis
 from lapwing.report import page, verdict
 from lapwing.report.page import Report, inline_svg
-from lapwing.report.verdict import calibration_error, calibration_error_by_chance, mean_error_by_chance, verdict_of
+from lapwing.report.verdict import calibration_error_by_chance, mean_error_by_chance, verdict_of
 
 # The page: self-contained, small, escaped, equal for equal calls, for every task.
 
@@ -313,9 +313,7 @@ def test_calibrated_answers_are_called_so_nearly_always() -> None:
 def test_by_chance_errors_are_those_of_draws() -> None:
     found = AnswerProbabilities(*verdict_drawn(150), of_classes=True)
     right = torch.rand(2000, 150) < found.probability
-    errors = torch.tensor(
-        [calibration_error(AnswerProbabilities(found.probability, row.double(), True)) for row in right]
-    )
+    errors = torch.tensor([ece(found.probability, row) for row in right])
     share = float((errors <= calibration_error_by_chance(found)).double().mean())
     assert abs(share - 0.975) < 4 * (0.975 * 0.025 * (1 / 2000 + 1 / 1000)) ** 0.5  # both have Monte Carlo errors
     shares = right.double().mean(1)
