@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,13 +30,6 @@ FORMAT = "lapwing-posterior-4"
 PARTS = ("network", "likelihood", "prior", "posterior")
 
 
-@runtime_checkable
-class Savable(Protocol):
-    """A value that can take itself apart."""
-
-    def state(self) -> State: ...
-
-
 @dataclass(frozen=True)
 class About:
     """What a file says beside the posterior: its method and why it was chosen, the rows it knows, names of columns."""
@@ -53,10 +46,10 @@ def save(posterior: Posterior, fingerprint: Fingerprint, about: About, path: str
     The file is written only if ``load`` would read it, and whole or not at all.
     """
     problem = posterior.problem
-    values = (problem.network, problem.likelihood, problem.prior, posterior)
+    values: tuple[Any, ...] = (problem.network, problem.likelihood, problem.prior, posterior)
     parts: dict[str, State] = {}
     for name, value in zip(PARTS, values, strict=True):
-        if not isinstance(value, Savable):
+        if not hasattr(value, "state"):
             raise UnsupportedError(
                 f"the {name} {type(value).__name__} has no file form, a method state(); fit again where it is needed."
             )

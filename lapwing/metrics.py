@@ -60,31 +60,10 @@ from lapwing.values.arrays import (
 )
 
 __all__ = [
-    "categorical_nll",
-    "accuracy",
-    "brier",
-    "ece",
-    "adaptive_ece",
-    "classwise_ece",
-    "calibration",
-    "normal_nll",
-    "rmse",
-    "mae",
-    "crps",
-    "crps_samples",
-    "coverage",
-    "interval_width",
-    "pit",
-    "pit_samples",
-    "cqm",
-    "auroc",
-    "aupr",
-    "fpr95",
-    "risk_coverage",
-    "aurc",
-    "joint_log_likelihood",
-    "bootstrap",
-]
+    "categorical_nll", "accuracy", "brier", "ece", "adaptive_ece", "classwise_ece", "calibration", "normal_nll",
+    "rmse", "mae", "crps", "crps_samples", "coverage", "interval_width", "pit", "pit_samples", "cqm", "auroc", "aupr",
+    "fpr95", "risk_coverage", "aurc", "joint_log_likelihood", "bootstrap",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

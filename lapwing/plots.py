@@ -29,17 +29,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "band",
-    "confidence_map",
-    "grid",
-    "reliability",
-    "intervals",
-    "risk_coverage",
-    "ranking",
-    "effective_parameters",
-    "evidence_curve",
-    "trace",
-]
+    "band", "confidence_map", "grid", "reliability", "intervals", "risk_coverage", "ranking", "effective_parameters",
+    "evidence_curve", "trace",
+]  # fmt: skip
 
 
 # Colours that people with any kind of colour blindness can tell apart (Okabe and Ito 2008), and ink for the rest.

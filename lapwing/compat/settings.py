@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -123,7 +123,17 @@ def option(name: str, value: object, options: type[Enum]) -> str:
 
 NUMBER_OR_TENSOR = Rule("a number or a tensor", lambda v: is_real(v) or isinstance(v, Tensor))
 NOT_USED = Rule("None: Lapwing has no such setting", lambda v: v is None)
+S = TypeVar("S", bound=HasSettings)
 CURVATURES = {"ggn": "ggn", "ef": "empirical", "hessian": "hessian"}  # by the end of the name of a backend
+
+
+def from_arguments(kind: type[S], call: str, arguments: Mapping[str, Any]) -> S:
+    """Return settings of this kind with the arguments of a call; raise for names that laplace-torch does not have."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for name in arguments:
+        if name not in names:
+            raise UnsupportedError(f"{call}() has no argument {name!r}.{nearest(name, names)}")
+    return kind(**arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,15 +163,6 @@ class Settings(HasSettings):
     inducing_locations: str = "kmeans"
     num_inducing: int | None = setting(None, integer() | NONE)
     alpha: float = 1.0
-
-    @classmethod
-    def from_arguments(cls, arguments: dict[str, Any]) -> Settings:
-        """Return the settings with these arguments; raise for names that laplace-torch does not have either."""
-        names = [field.name for field in fields(cls)]
-        for name in arguments:
-            if name not in names:
-                raise UnsupportedError(f"Laplace() has no argument {name!r}.{nearest(name, names)}")
-        return cls(**arguments)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -296,11 +297,7 @@ class SearchOptions(HasSettings):
 
 def optimise_prior(la: Laplace, pred_type: str, method: TuningMethod | str, more: Mapping[str, Any]) -> Tensor:
     """Return the prior precision that a method of laplace-torch chooses; raise for arguments that do not exist."""
-    names = [field.name for field in fields(SearchOptions)]
-    for name in more:
-        if name not in names:
-            raise UnsupportedError(f"optimize_prior_precision() has no argument {name!r}.{nearest(name, names)}")
-    search = SearchOptions(**more)
+    search = from_arguments(SearchOptions, "optimize_prior_precision", more)
     if option("method", method, TuningMethod) == "marglik":
         return by_evidence(la, search)
     if search.val_loader is None:

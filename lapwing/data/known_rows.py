@@ -23,7 +23,7 @@ from torch import Tensor
 from lapwing.data.inputs import n_rows, named_leaves
 from lapwing.data.processes import Processes
 from lapwing.errors import DataError
-from lapwing.runtime.settings import Array, Maybe, PartOf, State, Stored, Whole, distinct, saved, stored
+from lapwing.runtime.settings import Array, Maybe, PartOf, Stored, Whole, distinct, saved, stored
 
 TRAINING, VALIDATION = 2**16, 2**15  # rows of a sketch, of 8 bytes each
 INPUT_BITS, TARGET_BITS = 40, 22
@@ -40,20 +40,22 @@ VARIED = 10  # different rows from which two data sets with the same rows are no
 
 @saved
 @dataclass(frozen=True, eq=False)
-class RowSketch:
+class RowSketch(Stored):
     """The marks of some rows, those of the smallest hashes, and sums over all rows.
 
     Args:
         marks: The marks (m,), ascending and distinct.
         rows: The number of all rows.
-        totals: Sums over all rows that do not depend on their order: with targets, and of inputs alone.
+        total: A sum over all rows that does not depend on their order.
+        inputs: The same for inputs without their targets.
         limit: Hashes of inputs below which all rows are kept; 2⁴⁰ if none was left out.
     """
 
-    marks: Tensor
-    rows: int
-    totals: tuple[int, int]
-    limit: int = 2**INPUT_BITS
+    marks: Tensor = stored(Array((None,), 0, 2**63 - 1, whole=True, also=distinct))
+    rows: int = stored(Whole())
+    total: int = stored(Whole(0, TOTAL - 1))
+    inputs: int = stored(Whole(0, TOTAL - 1))
+    limit: int = stored(Whole(0, 2**INPUT_BITS), 2**INPUT_BITS)
 
     @classmethod
     def of(cls, parts: list[Tensor], rows: int, totals: tuple[int, int], limit: int, size: int) -> RowSketch:
@@ -68,7 +70,12 @@ class RowSketch:
         if len(marks) > size:
             limit = int(_inputs_of(marks[size]))
             marks = marks[_inputs_of(marks) < limit]
-        return cls(marks, rows, totals, limit)
+        return cls(marks, rows, *totals, limit)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Both sums."""
+        return self.total, self.inputs
 
     def __add__(self, other: RowSketch) -> RowSketch:
         """Return the sketch of both sets of rows, of the size of the first one."""
@@ -129,19 +136,6 @@ class RowSketch:
         """Return whether the other data have the same rows, in any order."""
         same = self.rows == other.rows and self.totals[of_inputs] == other.totals[of_inputs]
         return same and len(self.marks) >= VARIED
-
-    def state(self) -> State:
-        """Return the sketch as plain data."""
-        settings = {"rows": self.rows, "total": self.totals[0], "inputs": self.totals[1], "limit": self.limit}
-        return State("RowSketch", settings, {"marks": self.marks.cpu()})
-
-    @classmethod
-    def from_state(cls, state: State) -> RowSketch:
-        """Build the sketch again."""
-        total, limit = Whole(0, TOTAL - 1), Whole(0, 2**INPUT_BITS)
-        marks = Array((None,), 0, 2**63 - 1, whole=True, also=distinct)
-        fields = state.read(rows=Whole(), total=total, inputs=total, limit=limit, marks=marks)
-        return cls(fields["marks"], fields["rows"], (fields["total"], fields["inputs"]), fields["limit"])
 
 
 @dataclass(frozen=True)
