@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import re
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -32,7 +30,6 @@ from experiments.engine.tables import as_markdown, as_text, compared, grid, mean
 from experiments.engine.values import SettingsError, built, parsed, read_toml
 from experiments.flights import Flights
 from experiments.options import Progress
-from experiments.sampling import Sampling
 from lapwing.demo.result import Result, Row
 from lapwing.errors import FileError, LapwingError
 from tests.experiments.engine.toy import Link, Net, Toy
@@ -103,12 +100,6 @@ def test_ctrl_c_keeps_what_is_done(plan: Plan) -> None:
     assert len(run(Toy(), plan).stored.units) == 4
 
 
-def test_no_unit_is_started_when_the_time_is_over(plan: Plan) -> None:
-    outcome = run(Toy(), replace(plan, seconds=0.0))
-    assert outcome.left == ("wine/0", "wine/1", "yacht/0", "yacht/1")
-    assert not plan.path.exists()
-
-
 def test_results_of_other_settings_are_not_overwritten_unless_asked(plan: Plan) -> None:
     run(Toy(), plan)
     with pytest.raises(FileError, match=r"with net = .*--replace"):
@@ -131,11 +122,6 @@ def test_runs_of_other_units_may_share_the_file(plan: Plan, monkeypatch: pytest.
     stored = run(Toy(), replace(plan, only="yacht/*")).stored
     assert stored == load(plan.path)
     assert list(stored.units) == list(Toy().units())
-
-
-def test_a_pattern_that_selects_nothing_is_refused(plan: Plan) -> None:
-    with pytest.raises(FileError, match="such as wine/0, wine/1"):
-        run(Toy(), replace(plan, only="boston/*"))
 
 
 def test_another_process_gives_the_same_records_with_one_thread(plan: Plan) -> None:
@@ -203,34 +189,10 @@ def test_the_peak_sees_memory_that_is_free_again() -> None:
     assert large.peak is None or (small.peak is not None and size / 2 < large.peak - small.peak < 2 * size)
 
 
-def test_the_peak_of_a_call_sees_those_within_it_and_what_was_before() -> None:
-    size, peaks = 2**26, []
-
-    def outer() -> None:
-        touched(size)
-        peaks.append(measured(lambda: 3).peak)
-
-    most = measured(outer).peak
-    assert most is None or most - peaks[0] > size / 2
-    most = measured(lambda: measured(lambda: touched(size))).peak
-    assert most is None or most - peaks[0] > size / 2
-
-
 def test_a_call_that_raises_leaves_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError):
         measured(lambda: 1 // 0)
     assert _PEAKS == []
-
-
-def test_seconds_are_those_of_the_call() -> None:
-    assert 0.05 <= measured(lambda: time.sleep(0.05)).seconds < 5
-
-
-def test_the_machine_is_named() -> None:
-    machine = Machine.here("python -m experiments toy")
-    assert machine.hardware
-    assert machine.threads == torch.get_num_threads()
-    assert set(machine.versions) == {"python", "torch", "lapwing"}
 
 
 # Regions of pages are written from results, and a page that differs is seen.
@@ -442,27 +404,6 @@ def test_values_are_written_in_the_block_and_in_the_list() -> None:
     assert written(old, SOURCES) == old.replace("9", "2").replace("7", "3")
 
 
-def test_a_page_with_printed_output_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs" / "page.md"
-    page.write_text("a\n<!-- output: toy.txt -->\n```text\nold\n```\n<!-- /output -->\nb\n", encoding="utf-8")
-    with pytest.raises(LapwingError, match=r"docs/page.md: toy.txt does not exist"):
-        refresh(tmp_path, check=True)
-    (tmp_path / "toy.txt").write_text("new\n", encoding="utf-8")
-    assert refresh(tmp_path, check=True) == [page]
-    assert "old" in page.read_text(encoding="utf-8")
-    assert refresh(tmp_path) == [page]
-    assert page.read_text(encoding="utf-8").split("\n")[2:5] == ["```text", "new", "```"]
-    assert refresh(tmp_path, check=True) == []
-
-
-def test_an_open_region_of_printed_output_is_named() -> None:
-    region = "<!-- output: results/toy.txt -->\n```text\n```\n"
-    for text in (region, region + region + "<!-- /output -->"):
-        with pytest.raises(LapwingError, match="expected"):
-            written(text, SOURCES)
-
-
 def test_code_is_left_alone() -> None:
     text = "a\n```\n<!-- values\n1 = toy/full x\n-->\n```\nb"
     assert written(text, SOURCES) == text
@@ -557,14 +498,6 @@ def test_unknown_experiments_are_named() -> None:
         experiment_class("walk")
 
 
-def test_one_experiment_gives_the_rows_of_its_command() -> None:
-    settings = replace(Sampling.quick(), precisions=(10.0, 0.1), data=30, draws=4, gradients=2)
-    settings = replace(settings, recipe=replace(settings.recipe, epochs=2, hidden=(3,)))
-    records = list(settings.measure("digits", print))
-    assert [record.method for record in records] == ["precision 10", "precision 0.1"]
-    assert all(record.scores["γ"] > 0 for record in records)
-
-
 # Settings from forms, files and options, their hash, and their way to JSON and back.
 
 
@@ -578,15 +511,6 @@ def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) ->
     file.write_text("repeats = 5\n[net]\nrate = 0.25\n", encoding="utf-8")
     settings = from_toml(Toy, file, ["repeats=7", "net.hidden=9"])
     assert settings == Toy(repeats=7, net=Net((9,), 0.25))
-
-
-def test_a_value_in_place_of_a_table_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "wide.toml"
-    file.write_text("net = 3\n", encoding="utf-8")
-    with pytest.raises(SettingsError, match="net is 3; expected a table with the keys hidden, rate"):
-        from_toml(Toy, file)
-    with pytest.raises(SettingsError, match=r"net is 3 in .*wide\.toml; expected a table"):
-        from_toml(Toy, file, ["net.rate=0.5"])
 
 
 @pytest.mark.parametrize(
@@ -604,21 +528,11 @@ def test_bad_options_are_refused(option: str, message: str) -> None:
         overridden(Toy(), [option])
 
 
-def test_settings_go_to_json_and_come_back() -> None:
-    settings = Toy(net=Net((4,)), limit=0.5, data_dir=Path("a/b"), link=Link.SAMPLED)
-    assert built(Toy, json.loads(json.dumps(plain(settings)))) == settings
-
-
 def test_the_hash_depends_on_what_is_measured_alone() -> None:
     assert digest(Toy()) == digest(Toy(data_dir=Path("elsewhere"), repeats=9))
     changed = [Toy(seed=1), Toy(net=Net(rate=0.25)), Toy(sets=("wine",)), Toy(link=Link.SAMPLED), Toy(limit=1.0)]
     assert len({digest(each) for each in (Toy(), *changed)}) == 6
     assert "data_dir" not in what(Toy())
-
-
-def test_numbers_that_are_not_finite_have_no_hash() -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        digest(replace(Toy(), limit=float("nan")))
 
 
 def test_the_code_version_names_the_experiment_and_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

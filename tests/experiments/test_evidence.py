@@ -19,7 +19,6 @@ from experiments import (
     inducing,
     inducing_targets,
     maps_classification,
-    maps_regression,
     objectives,
     response,
     response_sensitivity,
@@ -31,11 +30,10 @@ from experiments.engine.settings import plain
 from experiments.engine.store import Stored, Unit
 from experiments.inducing_published import Published, Schedule, learned_as_published, trained_as_published
 from experiments.inducing_task import RECIPE, Task, divergence
-from experiments.maps_classification import TASKS, Classes, blobs, moons, radius, separable
+from experiments.maps_classification import Classes
 from experiments.maps_methods import RECIPE as MAPS_RECIPE
 from experiments.maps_methods import Choices, Maps
-from experiments.maps_picture import CLASSES, blended, square
-from experiments.maps_regression import GAP, Between, Predictions, curve, inside_clusters
+from experiments.maps_regression import Between, Predictions
 from experiments.minimum import exact_variance
 from experiments.objectives import Objectives, compared, equal_errors, tangent_matrix
 from experiments.options import silent
@@ -145,12 +143,6 @@ def error(unit: str, method: str) -> float:
     return record.scores["error, %"]
 
 
-def test_units_are_seeds_and_precisions() -> None:
-    assert OBJECTIVES_SETTINGS.units() == ("0/300", "0/3", "1/300", "1/3")
-    assert Objectives.quick().seeds >= 5
-    assert Objectives.full().images == "mnist"
-
-
 def test_noise_in_the_regulariser_leaves_a_smaller_error_under_a_strong_prior() -> None:
     for batch in (2, 6):
         assert error("0/300", f"L', batch {batch}, 144 steps") < 0.5 * error("0/300", f"L, batch {batch}, 144 steps")
@@ -160,10 +152,6 @@ def test_with_all_data_in_a_batch_both_objectives_are_the_same() -> None:
     for steps in (48, 144):
         one, other = (error("0/300", f"{name}, batch 24, {steps} steps") for name in ("L", "L'"))
         assert one == pytest.approx(other, rel=1e-6, abs=1e-6)
-
-
-def test_more_steps_leave_less() -> None:
-    assert error("0/300", "L, batch 6, 144 steps") < error("0/300", "L, batch 6, 48 steps")
 
 
 @pytest.mark.parametrize("rows", [9, 200])
@@ -234,12 +222,6 @@ def test_the_network_is_at_its_minimum() -> None:
     flat = torch.nn.utils.parameters_to_vector(problem().model.parameters()).detach()
     assert float(torch.func.grad(energy)(flat).norm()) < 1e-5
     assert float(torch.linalg.eigvalsh(torch.func.jacrev(torch.func.grad(energy))(flat))[0]) > 0
-
-
-def test_no_data_in_the_gap() -> None:
-    assert float(problem().x.abs().min()) >= SMALL.gap
-    assert float(problem().x.abs().max()) <= SMALL.reach
-    assert int((problem().x > 0).sum()) == 6
 
 
 def test_every_method_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,17 +530,6 @@ def test_there_is_a_record_for_every_method() -> None:
     assert all(record.seconds is not None and record.seconds > 0 for record in records)
 
 
-def test_a_unit_gives_the_same_numbers_again(line: Maps) -> None:
-    x = torch.linspace(-1, 1, 5, dtype=torch.float64).unsqueeze(1)
-    for method in ("ensemble", "MC dropout", "sampled network"):
-        one, again = (
-            maps_regression.predictive(method, maps.timed(method)[0], 6)(x).std
-            for maps in (line, BETWEEN.maps("tanh", 1))
-        )
-        assert_close(again, one)
-    assert not torch.equal(line.x, BETWEEN.maps("tanh", 0).x)
-
-
 def test_laplace_methods_share_precision_and_noise(line: Maps) -> None:
     for method in ("full", "Kron", "diagonal", "last layer", "subnetwork 40 %, variance"):
         fitted = line.timed(method)[0]
@@ -594,26 +565,6 @@ def test_sampled_networks_are_the_network_with_drawn_weights(line: Maps) -> None
     assert_close(predicted.aleatoric_variance, fitted.likelihood.dispersion.expand(7, 1))
 
 
-def test_inputs_lie_in_the_clusters_and_targets_on_the_curve() -> None:
-    x = inside_clusters(200, torch.Generator().manual_seed(0))
-    low, high = GAP
-    assert bool(((x >= -1) & (x <= low) | (x >= high) & (x <= 1)).all())
-    assert int((x < 0).sum()) == 100
-    _, y = maps_regression.noisy(x, 0.0, torch.Generator())
-    assert_close(y, curve(x))
-
-
-def test_tasks_have_their_classes_in_their_places() -> None:
-    for draw, count in ((moons, 2), (blobs, 3), (separable, 2)):
-        x, y = draw(600, torch.Generator().manual_seed(0))
-        assert y.bincount().tolist() == [600 // count] * count
-        assert float(x.mean(0).norm()) < 0.3
-    x, y = separable(600, torch.Generator().manual_seed(0))
-    side = x @ torch.tensor([1.5, 0.8], dtype=torch.float64)
-    assert bool((side[y == 1].min() > side[y == 0].max()).all())
-    assert set(TASKS) == {"moons", "blobs", "separable"}
-
-
 def test_classes_are_scored_near_and_far() -> None:
     (unit,) = PLANE.units()
     records = {record.method: record.scores for record in PLANE.measure(unit, silent)}
@@ -634,16 +585,6 @@ def test_probabilities_of_members_are_means_over_members() -> None:
     members = fitted.function_samples(maps.x, 3).softmax(-1)
     assert_close(members[0], first.detach())
     assert_close(probs, members.mean(0))
-
-
-def test_colours_are_those_of_the_most_probable_class() -> None:
-    probs = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3], [0.0, 0.0, 1.0]])
-    colours = torch.tensor(blended(probs)).reshape(4, 3)
-    expected = torch.tensor([[int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)] for c in CLASSES])
-    assert_close(colours[[0, 1, 3]], expected)
-    assert_close(colours[2], torch.ones(3))
-    assert square(2.0, 3)[:4].tolist() == [[-2, -2], [0, -2], [2, -2], [-2, 0]]
-    assert radius(square(2.0, 3)) == pytest.approx(8**0.5)
 
 
 def test_pictures_are_drawn_from_stored_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -695,13 +636,6 @@ def test_the_slope_is_that_of_automatic_differentiation(masked: bool) -> None:
     got = slope.parts
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_networks_are_written_as_they_were_read() -> None:
-    given, empty = networks(3), networks(6)[3:]
-    Stack.of(given).write(empty)
-    for a, b in zip(given, empty, strict=True):
-        assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def test_training_fits_and_is_repeatable() -> None:

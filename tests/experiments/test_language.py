@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 
 import lapwing as lw
 from experiments import language, language_tokens
-from experiments.__main__ import main
 from experiments.language_data import (
     END,
     IGNORED,
@@ -27,7 +25,7 @@ from experiments.language_data import (
     token_batch,
 )
 from experiments.language_models import Adapted, Body, LanguageModel, Shape, Training, adapted, seeded
-from experiments.language_sequences import Scores, detection, shuffled, target_log_probs, with_unusual_words, written
+from experiments.language_sequences import Scores, detection, target_log_probs, written
 from experiments.language_task import Language, class_batches, language_model, parts_of, token_batches, with_adapters
 from lapwing.demo.result import Result
 from tests.tolerances import assert_close
@@ -84,23 +82,6 @@ def test_methods_are_scored_on_both_classifiers_without_and_with_validation(
     assert all(0 <= row.scores["ECE"] <= 1 and row.scores["NLL ±"] > 0 for row in result.rows)
     assert {row.scores["to temperature"] for row in result.rows if row.name == "temperature"} == {0.0}
     assert Result.from_json(result.to_json()) == result
-
-
-def test_slow_methods_run_only_on_request() -> None:
-    fits = language.FITS["trained from scratch"]
-    assert "Kron" in language.asked(fits, ())
-    assert "Sampled" not in language.asked(fits, ())
-    assert list(language.asked(fits, ("Sampled",))) == ["plain", "Sampled"]
-
-
-def test_parts_of_the_experiment_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = lambda name: lambda settings, progress: Result(name, {}, 0, (), {})
-    monkeypatch.setattr(language, "run", made("language"))
-    monkeypatch.setattr(language_tokens, "run", made("language_tokens"))
-    command = ["language", "--out", str(tmp_path), "--data-dir", str(tmp_path), "--parts"]
-    assert main([*command, "words"]) == 0
-    assert list(json.loads((tmp_path / "language.json").read_text())) == ["language_tokens"]
-    assert main([*command, "letters"]) == 1
 
 
 def test_the_next_word_and_sequences_are_scored(settings: Language, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,17 +149,6 @@ def test_a_spread_that_is_larger_for_changed_sentences_is_detected() -> None:
     found = detection(inside, outside)
     assert (found["AUROC spread"], found["AUROC spread ±"]) == (1.0, 0.0)
     assert found["AUROC plain"] == pytest.approx(0.5)
-
-
-def test_changed_sentences_keep_their_length() -> None:
-    words = Vocabulary(tuple("abcdef"))
-    given = [tuple("abca"), tuple("bb")]
-    for changed in (with_unusual_words(given, words, 0), shuffled(given, 0)):
-        assert [len(sentence) for sentence in changed] == [4, 2]
-    assert [sorted(sentence) for sentence in shuffled(given, 0)] == [sorted(sentence) for sentence in given]
-    unusual = with_unusual_words(given, words, 0)
-    assert [sum(a != b for a, b in zip(*pair, strict=True)) for pair in zip(given, unusual, strict=True)] == [1, 1]
-    assert all(set(new) - set(old) <= set("def") for old, new in zip(given, unusual, strict=True))
 
 
 def test_batches_are_padded_and_their_padding_does_not_count() -> None:

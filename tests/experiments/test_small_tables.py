@@ -87,13 +87,6 @@ def test_every_variant_is_scored_on_every_table_found(result: Result) -> None:
     assert Result.from_json(result.to_json()) == result
 
 
-def test_an_absent_table_is_skipped_with_a_message(result: Result, settings: uci.Uci) -> None:
-    assert "wine: skipped, uci_wine.npz is not in the data folder" in result.notes
-    heard: list[str] = []
-    uci.run(replace(settings, splits=1, variants=("plain",)), heard.append)
-    assert [line.split(":")[0] for line in heard] == ["boston", "wine", "yacht"]
-
-
 def test_scores_are_in_the_units_of_y(result: Result) -> None:
     """The second table is the first in other units: RMSE scales, the NLL shifts by the log, coverage stays."""
     scores = {(row.group, row.name): row.scores for row in result.rows}
@@ -160,11 +153,6 @@ def test_a_split_takes_its_rows(folder: Path) -> None:
     assert torch.equal(table.x_train, torch.from_numpy(x[train]))
     assert torch.equal(table.y_test, torch.from_numpy(y[test]))
     assert table.training[1].shape == (70, 1)
-
-
-def test_a_table_gives_the_splits_it_has(settings: uci.Uci) -> None:
-    result = uci.run(replace(settings, sets=("boston",), splits=5, variants=("plain",)))
-    assert len(result.arrays["boston/plain/NLL"]) == 2
 
 
 def test_missing_data_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,13 +282,6 @@ def test_units_are_all_splits_and_the_first_ones_come_first() -> None:
     assert splits == sorted(splits)
     assert {unit.split("/")[0] for unit in units[: len(SPLITS) * len(KINDS) * len(DEPTHS)]} == set(SPLITS)
     assert set(Tables.quick().units()) <= set(units)
-
-
-def test_a_unit_gives_the_same_scores_again(tables_settings: Tables) -> None:
-    few = replace(tables_settings, methods=("MAP", "linearised", "sampled network", "MC dropout"))
-    first, second = (tuple(few.measure("yacht/standard/0/1x50", silent)) for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        assert a.scores == pytest.approx(b.scores, rel=1e-6)
 
 
 def test_a_method_that_fails_is_left_out_with_a_line(tables_settings: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -668,11 +649,6 @@ def test_a_point_at_every_row_is_enough(budget_records: list[Record]) -> None:
     assert grown[2].scores["KL"] < 1e-10 < grown[1].scores["KL"]
 
 
-def test_if_no_number_of_points_is_enough_none_is_recorded() -> None:
-    records = list(replace(BUDGET_TINY, growth_sizes=(2,)).measure("growth/40/0", silent))
-    assert [record.method for record in records] == ["exact", "VaLLA(2)"]
-
-
 def test_the_tangent_mean_is_that_of_ridge_regression(task: BudgetTask) -> None:
     """Of y - f + J w̃ on J, with the precision and the noise of the exact posterior."""
     model = task.exact.network.model
@@ -689,16 +665,6 @@ def test_the_tangent_mean_is_that_of_ridge_regression(task: BudgetTask) -> None:
     normal = torch.distributions.Normal(expected, std)
     nll = -float(normal.log_prob(task.y_test).mean())
     assert task.with_tangent_mean(task.exact)["NLL"] == pytest.approx(nll, rel=1e-3)
-
-
-def test_the_divergence_is_a_mean_over_test_rows(task: BudgetTask) -> None:
-    fitted, seconds = task.fit(lw.Diagonal(), 0)
-    normals = [
-        torch.distributions.Normal(0.0, v.sqrt()) for v in (task.variance, fitted.functions(task.x_test).variance)
-    ]
-    expected = float(torch.distributions.kl_divergence(*normals).mean())
-    assert task.compared(fitted)["KL"] == pytest.approx(expected, rel=1e-6)
-    assert seconds > 0
 
 
 def test_the_picture_is_drawn_from_the_records(budget_records: list[Record], tmp_path: Path) -> None:

@@ -350,20 +350,6 @@ def test_each_network_can_have_its_weight_of_the_total_variation() -> None:
     assert len({float(one.losses[0]) for one in many}) == 3
 
 
-@pytest.mark.parametrize("settings", [{"norm": True, "skips": (0,)}, {"sigmoid": False}])
-def test_every_kind_of_network_trains_in_float32(settings: dict[str, Any]) -> None:
-    unets = [seeded_unet(i, **({"scales": 2, "channels": 3, "skips": (1,)} | settings)) for i in range(2)]
-    before = [flat(unet) for unet in unets]
-    operator = Dense(OPERATOR.matrix.float())
-    many = reconstruct_many(unets, operator, Y[:2].float(), Z[:2].float(), Training(1e-3, steps=8, rate=1e-2))
-    for one, unet, start in zip(many, unets, before, strict=True):
-        assert one.image.dtype == torch.float32
-        assert one.image.shape == DEEP_PRIOR_SHAPE
-        assert float(one.losses[-1]) < float(one.losses[0])
-        assert torch.equal(flat(unet), start), "the given network has changed"
-        assert not one.unet.training
-
-
 def test_a_training_without_a_finite_loss_is_an_error() -> None:
     unets = nets()
     torch.nn.init.constant_(unets[1].out.bias, math.nan)
@@ -384,30 +370,6 @@ def test_samples_are_passes_with_drawn_masks_and_do_not_depend_on_the_chunk() ->
         drawn = dropout_samples(NET, DROPOUT_Z, 7, torch.Generator().manual_seed(3), chunk)
         assert_close(drawn.samples, expected)
     assert len({float(image.sum()) for image in drawn.samples}) > 3
-
-
-def test_moments_are_those_of_torch() -> None:
-    images = SampledImages(normals(9, 2, 3))
-    assert_close(images.covariance(), torch.cov(images.samples.flatten(1).mT))
-    assert_close(images.variance.flatten(), images.covariance().diagonal())
-    assert_close(images.deviations.mT @ images.deviations / 9, images.covariance())
-    assert_close(images.mean.flatten(), images.samples.flatten(1).mean(0))
-
-
-def test_networks_are_trained_with_dropout_together() -> None:
-    """Each network has masks of its own: the same network and data take different ways with different seeds."""
-    operator, y = Dense(normals(9, 24)), normals(9, seed=4).expand(2, 9)
-    seeds = [torch.Generator().manual_seed(i) for i in (1, 2)]
-    run = reconstruct_many(
-        [NET, NET], operator, y, DROPOUT_Z.expand(2, 4, 6), Training(0.0, 3, rate=0.01), generators=seeds
-    )
-    assert abs(float(run[0].losses[0] - run[1].losses[0])) > 1e-6
-    again = [torch.Generator().manual_seed(i) for i in (2, 1)]
-    back = reconstruct_many(
-        [NET, NET], operator, y, DROPOUT_Z.expand(2, 4, 6), Training(0.0, 3, rate=0.01), generators=again
-    )
-    assert_close(back[1].losses, run[0].losses)
-    assert float(dropout_samples(run[0].unet, DROPOUT_Z, 4).variance.max()) > 0
 
 
 def test_isotropic_baselines_have_the_noise_floor_as_variance() -> None:
@@ -492,15 +454,6 @@ def test_limits_of_small_variances_and_means(dtype: torch.dtype) -> None:
     assert_close(at_zero, torch.tensor([math.sqrt(1 / math.pi)], dtype=dtype))
 
 
-def test_the_log_slope_does_not_underflow() -> None:
-    """A slope of e^-5000 is zero in float64; its logarithm is not."""
-    m, v, slope = (torch.tensor([x], dtype=torch.float64) for x in (1.0, 1e-4, 3e-5))
-    expected = -0.5 / 1e-4 - 0.5 * math.log(2 * math.pi * 1e-4) + math.log(3e-5)
-    assert float(log_slope(m, v, slope)) == pytest.approx(expected, rel=1e-12)
-    zero = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    assert float(log_slope(m, zero, slope).detach()) == -math.inf
-
-
 def test_coefficients_and_slopes_of_the_exponential_kernel() -> None:
     log_variances, log_lengths = normals(2), normals(2, seed=1).requires_grad_()
     coefficients, slopes = exponential_coefficients(log_variances, log_lengths, BLOCKS, DISTANCES)
@@ -552,18 +505,6 @@ def test_gradients_of_the_density() -> None:
     given = (normals(2).requires_grad_(), normals(2, seed=1).requires_grad_())
     assert torch.autograd.gradcheck(density, given)
     assert torch.autograd.gradgradcheck(density, given)
-
-
-def test_a_prior_is_asked_for_its_coefficients() -> None:
-    class Given:
-        def coefficients(self) -> Tensor:
-            return torch.ones(6, dtype=torch.float64)
-
-        def coefficient_slopes(self) -> Tensor:
-            return torch.linspace(0, 1, 6, dtype=torch.float64)
-
-    expected = prior().log_density(Given().coefficients(), Given().coefficient_slopes())
-    assert_close(prior()(Given()), expected)
 
 
 # The U-Net: sizes, blocks, any image, dropout.
@@ -632,22 +573,6 @@ def test_the_network_is_the_described_one_for_odd_sizes_too(skip: int) -> None:
     for shape in ((7, 6), (8, 5)):
         x = normals(2, 1, *shape)
         assert_close(net(x), plain(net, x))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("norm", [False, True])
-def test_any_size_works_and_the_evaluation_mode_is_deterministic(norm: bool, dtype: torch.dtype) -> None:
-    net = seeded_unet(2, scales=4, channels=3, skips=(2, 0, 1), norm=norm, dropout=0.5, sigmoid=False).to(dtype)
-    x = normals(2, 1, 11, 6, dtype=dtype)
-    assert net(x).shape == x.shape
-    assert net(x).dtype == dtype
-    assert torch.equal(net(x), net(x))
-
-
-def test_a_saturated_sigmoid_keeps_away_from_one() -> None:
-    net = seeded_unet(0, scales=1, channels=2, skips=())
-    torch.nn.init.constant_(net.out.bias, 100.0)
-    assert bool((net(torch.rand(1, 1, 3, 4)) < 1).all())
 
 
 def test_dropout_removes_whole_channels_after_every_convolution() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,9 +15,9 @@ from experiments.options import silent
 from experiments.vision.cnn import Convolutional
 from experiments.vision.corruptions import KINDS, STRENGTHS, corrupted, rotated
 from experiments.vision.drift import PRIORS, Drift, layer_scores
-from experiments.vision.learning import Schedule, train_large, train_together
+from experiments.vision.learning import Schedule, train_together
 from experiments.vision.limits import Limit, within
-from experiments.vision.networks import ResNet18, perceptron, seeded
+from experiments.vision.networks import perceptron, seeded
 from experiments.vision.predictions import best_temperature, in_parts, sampled_network, scores_of
 from lapwing.errors import DataError
 
@@ -41,12 +40,6 @@ def test_every_method_has_its_scores(records: list[Record]) -> None:
         assert set(record.scores) == {"accuracy", "NLL", "ECE", "Brier", "OOD AUROC"}
         assert record.scores["NLL"] > 0
         assert record.seconds is not None
-
-
-def test_a_unit_gives_the_same_numbers_again(records: list[Record]) -> None:
-    again: Iterator[Record] = TINY.measure("digits/0", silent)
-    for first, second in zip(records[:3], again, strict=False):
-        assert second.scores == pytest.approx(first.scores, rel=1e-6)
 
 
 def test_the_limit_leaves_methods_out() -> None:
@@ -84,18 +77,6 @@ def test_networks_trained_together_are_those_trained_alone() -> None:
         assert not model.training
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(p, q)
-
-
-def test_a_large_network_learns() -> None:
-    x, y = data(40)
-    x = torch.nn.functional.interpolate(x, (8, 8)).repeat(1, 3, 1, 1)
-    model = seeded(lambda: ResNet18(classes=2, width=4, blocks=1), 0)
-    with torch.no_grad():
-        before = nn.functional.cross_entropy(model(x), y)
-    train_large(model, x, y, Schedule(6, 20, 0.1), 1e-4, 0)
-    assert not model.training
-    with torch.no_grad():
-        assert nn.functional.cross_entropy(model(x), y) < before
 
 
 def test_the_sampled_network_is_the_mean_of_its_draws() -> None:
@@ -156,17 +137,6 @@ def test_shape_dtype_range_and_seed(kind: str) -> None:
     assert float(once.max()) <= 1
     assert torch.equal(once, again)
     assert torch.equal(once, other) == (kind != "noise")
-
-
-def test_an_image_without_structure_has_nothing_to_lose() -> None:
-    flat = torch.full((2, 3, 16, 20), 0.25)
-    for kind in ("blur", "contrast", "pixelate"):
-        torch.testing.assert_close(corrupted(flat, kind, 5), flat)
-
-
-def test_contrast_keeps_the_mean_of_each_image() -> None:
-    x = images(torch.float64)
-    torch.testing.assert_close(corrupted(x, "contrast", 3).mean((1, 2, 3)), x.mean((1, 2, 3)))
 
 
 def test_rotations() -> None:

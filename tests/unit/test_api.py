@@ -115,20 +115,6 @@ def test_mappings_with_a_target(x: Tensor, y: Tensor) -> None:
         assert_close(fit(model, data, target_key=key).functions({"input": x}).cov, expected.functions(x).cov)
 
 
-def test_several_inputs_in_a_tuple(y: Tensor) -> None:
-    case = BY_NAME["tuple_input"]
-    inputs, labels = case.batch(6), problems.targets(case, 6)
-    posterior = fit(case.build(), (inputs, labels))
-    assert posterior.functions(inputs).cov.shape == (6, 2, 2)
-
-    def collate(rows: list[Any]) -> Any:
-        one, two, label = (torch.stack([row[i] for row in rows]) for i in range(3))
-        return (one, two), label
-
-    from_loader = fit(case.build(), DataLoader(TensorDataset(*inputs, labels), 3, collate_fn=collate))
-    assert_close(from_loader.functions(inputs).cov, posterior.functions(inputs).cov)
-
-
 def test_generators_are_refused_untouched(x: Tensor, y: Tensor) -> None:
     source = ((a, b) for a, b in [(x, y)])
     with pytest.raises(lw.errors.DataError, match="one-shot iterator"):
@@ -305,16 +291,6 @@ def test_tokens_with_gaussian_targets() -> None:
     assert posterior.predict(tokens).interval()[0].shape == (5, 4, 3)
 
 
-def test_logits_dicts_and_tuples() -> None:
-    case = BY_NAME["dict_input"]  # a mapping in, .logits out
-    data = problems.batches(case)
-    posterior = lw.fit(case.build(), data, "classification")
-    assert posterior.predict(case.batch(2)).probs.shape == (2, 3)
-    flat = [{**inputs, "labels": y} for inputs, y in data]
-    assert_close(lw.fit(case.build(), flat, "classification").functions(case.batch(2)).cov,
-                 posterior.functions(case.batch(2)).cov)  # fmt: skip
-
-
 def test_class_weights_reach_the_curvature(x: Tensor, y: Tensor) -> None:
     """A weight of two is a datum seen twice, a weight of nought one not seen."""
     weighted = fit(net(), [(x, y)], lw.Categorical(class_weights=(1.0, 2.0, 0.0)))
@@ -344,15 +320,6 @@ def test_map_only_is_the_plain_network(x: Tensor, y: Tensor) -> None:
             ask()
 
 
-def test_with_prior_returns_a_new_value(x: Tensor, y: Tensor) -> None:
-    one = fit(net(), [(x, y)])
-    before = one.functions(x).cov
-    two = one.with_prior(9.0)
-    assert (one.prior.values.item(), two.prior.values.item()) == (1.5, 9.0)
-    assert torch.equal(one.functions(x).cov, before)
-    assert bool((two.functions(x).variance < one.functions(x).variance).all())
-
-
 @pytest.mark.parametrize("method", [lw.Full(), lw.KernelSpace(), lw.Kron(), lw.Sampled()])
 def test_evidence_and_tuning_in_inference_mode(method: Any, x: Tensor, y: Tensor) -> None:
     """As in fit: nothing that is kept belongs to that mode, and the answers are the same."""
@@ -363,14 +330,6 @@ def test_evidence_and_tuning_in_inference_mode(method: Any, x: Tensor, y: Tensor
     assert not any(t.is_inference() for t in results)
     assert torch.equal(results[0], expected[0])
     assert torch.equal(results[1], expected[1])
-
-
-def test_tuners_with_data_in_inference_mode(x: Tensor, y: Tensor) -> None:
-    tuner = lw.tuners.LinearMode([(x, y)])
-    posterior = fit(net(), [(x, y)], method=lw.Full(), prior=1.0)
-    expected = posterior.tuned(tuner).prior.values
-    with torch.inference_mode():
-        assert torch.equal(posterior.tuned(tuner).prior.values, expected)
 
 
 def test_training_in_inference_mode(x: Tensor, y: Tensor) -> None:
@@ -404,15 +363,6 @@ def test_a_method_says_whether_it_needs_a_prior(needed: bool, x: Tensor, y: Tens
 
     lw.fit(net(), [(x, y)], "classification", method=Asking())
     assert seen == [not needed]
-
-
-def test_pieces_are_at_hand(x: Tensor, y: Tensor) -> None:
-    model = net()
-    posterior = fit(model, [(x, y)])
-    assert posterior.network.model is model
-    assert posterior.posterior.problem.prior is posterior.prior
-    assert isinstance(posterior.likelihood, lw.Categorical)
-    assert posterior.posterior.curvature.matrix.shape == (43, 43)
 
 
 # Stale weights

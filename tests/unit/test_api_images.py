@@ -125,18 +125,6 @@ def test_a_likelihood_predicts_from_the_belief_as_the_posterior_does() -> None:
             assert_close(again.entropy, posterior.predict(NEW).entropy, SOLVED)
 
 
-def test_draws_have_the_spread_of_their_pixels() -> None:
-    """20,000 draws: a variance is off by 1 %, so 8 % is far beyond chance."""
-    belief = fitted("labels").functions(NEW[:2])
-    draws = belief.sample(20_000, torch.Generator().manual_seed(0))
-    pixels = draws.permute(0, 1, 3, 4, 2) - channels_last(belief.mean)
-    cov = torch.einsum("n...c,n...d->...cd", pixels, pixels) / len(draws)
-    assert float((cov - belief.cov).abs().max() / belief.cov.abs().max()) < 0.08
-    labels = fitted("labels").predict(NEW[:2])
-    shares = nn.functional.one_hot(labels.sample(20_000, torch.Generator().manual_seed(0)), CHANNELS).double().mean(0)
-    assert float((shares - channels_last(labels.probs)).abs().max()) < 0.02
-
-
 def test_shapes_of_numbers() -> None:
     predictive, shape = fitted("numbers").predict(NEW), (6, CHANNELS, HEIGHT, WIDTH)
     assert NumberPredictive in type(predictive).__mro__
@@ -167,12 +155,6 @@ def test_one_channel_may_come_without_its_dimension(likelihood: Any) -> None:
     if isinstance(likelihood, lw.Bernoulli):
         assert MultilabelPredictive in type(one).__mro__
         assert one.entropy.shape == (6, HEIGHT, WIDTH)
-
-
-def test_binary_segmentation_by_name() -> None:
-    posterior = lw.fit(net(1), [(X, (NUMBERS[:, 0] > 0).long())], "classification", prior=PRIOR)
-    assert isinstance(posterior.likelihood, lw.Bernoulli)
-    assert posterior.predict(NEW).probs.shape == (6, 1, HEIGHT, WIDTH)
 
 
 def test_ignored_pixels_do_not_count() -> None:
@@ -386,11 +368,6 @@ def test_the_default_for_numbers() -> None:
     assert_close(each.predict(NEW).aleatoric_variance[1, :, 2, 3], noise)
 
 
-def test_training() -> None:
-    trained = lw.train(net(), [(X, LABELS)], "classification", recipe=lw.recipes.online(epochs=2))
-    assert trained.posterior.predict(NEW).probs.shape == (6, CHANNELS, HEIGHT, WIDTH)
-
-
 def test_check() -> None:
     report = lw.check(net(), (X, LABELS), timed=["diagonal"])
     assert report.outputs == (CHANNELS, HEIGHT, WIDTH)
@@ -402,13 +379,6 @@ def test_as_many_classes_as_pixels() -> None:
     """Classes of images are known: (B, 4, 2, 2) is not taken for outputs (B, T, C) that do not show their classes."""
     x, y = drawn(5, INPUTS, 2, 2), torch.randint(0, 4, (5, 2, 2))
     assert lw.fit(net(4), [(x, y)], "classification", prior=PRIOR).predict(x).probs.shape == (5, 4, 2, 2)
-
-
-def test_float32() -> None:
-    posterior = lw.fit(net(dtype=torch.float32), [(X.float(), LABELS)], "classification", method=lw.Kron(), prior=PRIOR)
-    predictive = posterior.predict(NEW.float())
-    assert predictive.probs.dtype == torch.float32
-    assert_close(predictive.probs, fitted("labels").predict(NEW).probs.float(), SOLVED)
 
 
 ONE_HOT = nn.functional.one_hot(LABELS, CHANNELS).permute(0, 3, 1, 2)
@@ -489,24 +459,3 @@ def test_choices_that_do_not_exist_are_refused_in_the_words_of_images() -> None:
         posterior.functions(NEW, tokens=[20])
     with pytest.raises(DataError, match=r"expected numbers of pixels from 0 on, of shape \(S,\), or \(B, S\)"):
         posterior.functions(NEW, tokens=3)
-
-
-def test_ignored_pixels_have_no_probability() -> None:
-    predictive, y = fitted("labels").predict(X), LABELS.clone()
-    y[0, 1] = -100
-    with pytest.raises(DataError, match=r"classes run from -100 to 2; expected 0\.\.2\. If -100 marks targets"):
-        predictive.log_prob(y)
-    known = predictive.log_prob(y.clamp_min(0))[y >= 0]
-    assert_close(known, predictive.log_prob(LABELS)[y >= 0])
-    assert_close(-known.mean(), torch.tensor(lw.metrics.categorical_nll(predictive.probs, y), dtype=D))
-
-
-def test_a_prediction_of_many_pixels_keeps_to_the_pixels() -> None:
-    """32 x 32 pixels of 3 channels: a matrix between all outputs would be 36 MB for each image in float32."""
-    model, x = nn.Sequential(nn.Conv2d(INPUTS, CHANNELS, 1)), drawn(2, INPUTS, 32, 32).float()
-    y = torch.zeros(2, 32, 32, dtype=torch.long)
-    posterior = lw.fit(model, [(x, y)], "classification", method=lw.Kron(), prior=PRIOR)
-    belief = posterior.functions(x)
-    assert belief.std.shape == (2, CHANNELS, 32, 32)
-    assert posterior.predict(x).probs.shape == (2, CHANNELS, 32, 32)
-    assert belief.cov.numel() == 2 * 32 * 32 * CHANNELS**2

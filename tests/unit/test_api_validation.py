@@ -271,12 +271,6 @@ def test_early_stopping_uses_the_same_data(kind: str, method: Any) -> None:
     assert float((without.functions(x).cov - posterior.base(x).cov).abs().max()) > 1e-6
 
 
-@pytest.mark.parametrize("method", [lw.VaLLA, lw.FMGP])
-def test_validation_data_are_given_to_fit_alone(method: Any) -> None:
-    with pytest.raises(TypeError, match="no argument 'validation'"):
-        method(validation=problem("regression")[2])
-
-
 # Validation data that do not fit.
 
 
@@ -302,12 +296,6 @@ def test_unusable_validation_data_are_named(kind: str, method: Any) -> None:
     for data in cases.values():
         with pytest.raises(lw.errors.DataError, match="validation"):
             fitted(kind, data, method=method)
-
-
-def test_validation_data_that_are_all_ignored_are_refused() -> None:
-    x, y = problem("classification")[2]
-    with pytest.raises(lw.errors.DataError, match="validation: every target is ignored"):
-        fitted("classification", (x, torch.full_like(y, -100)))
 
 
 def test_validation_data_are_checked_before_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,17 +362,3 @@ def test_inference_mode(kind: str) -> None:
         assert torch.equal(moments(outside, kind, x), moments(outside, kind, x))
         assert outside.function_samples(x, 3).shape[0] == 3
     assert bool(torch.isfinite(outside.log_evidence()))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_single_and_double_precision_agree(kind: str) -> None:
-    net, training, validation = problem(kind)
-    single = lambda pair: tuple(t.float() if t.is_floating_point() else t for t in pair)
-    small = lw.fit(deepcopy(net).float(), single(training), kind, validation=single(validation))
-    wide = lw.fit(net, training, kind, validation=validation)
-    x = validation[0][:9]
-    expected = moments(wide, kind, x)
-    actual = moments(small, kind, x.float())
-    assert expected.dtype == D
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual.double(), expected, rtol=5e-3, atol=5e-3)

@@ -198,12 +198,6 @@ def test_the_recommended_method_is_the_one_that_auto_takes(limits: lw.Auto, size
     assert str(report).endswith(f"Recommended: {posterior.why}")
 
 
-def test_the_cost_of_other_settings() -> None:
-    workload = lw.check(small(), inputs(), data=1_000).workload
-    assert lw.LowRank(rank=5).cost(workload).note == "rank 5"
-    assert lw.Kron().cost(workload) == lw.check(small(), inputs(), data=1_000).costs["Kron"]
-
-
 def test_the_budget_limits_the_peak() -> None:
     """Jacobians are taken in pieces that fit the byte budget."""
     wide = nn.Sequential(nn.Linear(3, 4000), nn.Tanh(), nn.Linear(4000, 10))
@@ -218,18 +212,6 @@ def test_every_column_has_a_line_in_the_legend() -> None:
     explained = [line.split()[0] for line in LEGEND.splitlines()]
     assert explained == ["shared", *heads]
     assert LEGEND in text
-
-
-def test_the_report_lines_up() -> None:
-    report = lw.check(small(), inputs(), timed=["diagonal"])
-    lines = str(report).splitlines()
-    start = next(k for k, line in enumerate(lines) if line.startswith("method"))
-    end = lines[start].index("predict/f") + len("predict/f")
-    rows = lines[start : start + 1 + len(METHODS)]
-    assert [row.split()[0] for row in rows[1:]] == [kind.__name__ for kind in METHODS.values()]
-    assert all(line[end - 1] != " " and line[end : end + 2].strip() == "" for line in rows)
-    assert "For 10 data and predictions of 10 inputs, extrapolated from times" in str(report)
-    assert "counted in operations; timed=True measures" in str(lw.check(small(), inputs()))
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,6 @@ def test_hopeless_candidates_have_no_probability_and_no_overflow() -> None:
     assert [c.probability for c in comparison.candidates] == [1.0, 0.0]
 
 
-def test_one_candidate_is_the_best() -> None:
-    comparison = lw.compare({"only": classifier()})
-    assert comparison.best == "only"
-    assert comparison.candidates[0].probability == 1.0
-    assert comparison.candidates[0].log_evidence == pytest.approx(float(classifier().log_evidence()))
-
-
 @pytest.mark.parametrize("method", [lw.Full(), lw.Kron(), lw.EKron(), lw.Diagonal(), lw.LowRank(rank=7)])
 def test_of_every_method(method: Any) -> None:
     fitted = classifier(method)
@@ -117,15 +110,6 @@ def test_of_every_method(method: Any) -> None:
     nll = nn.functional.cross_entropy(MLP.build()(MLP.batch(6)), problems.targets(MLP, 6), reduction="sum")
     assert one.fit == pytest.approx(-float(nll.detach()), rel=1e-9)
     assert one.weights == 83
-
-
-def test_candidates_may_differ_in_weights_and_prior() -> None:
-    last = lw.fit(MLP.build(), problems.batches(MLP), "classification", method=lw.Full(), weights=lw.last_layer)
-    whole = lw.fit(
-        MLP.build(), problems.batches(MLP), "classification", method=lw.Full(), prior=lw.priors.g_prior()
-    ).tuned()
-    comparison = lw.compare({"last": last, "all": whole})
-    assert {c.name: c.weights for c in comparison.candidates} == {"last": 18, "all": 83}
 
 
 # Evidences that are estimated.
@@ -207,20 +191,6 @@ def test_what_the_errors_leave_open_is_said() -> None:
         "order is not decided."
     )
     assert lw.compare({"a": stated(-3.0, 3.0), "c": stated(-18.1, 4.0)}).findings == ()
-
-
-def test_errors_that_are_small_change_nothing() -> None:
-    comparison = lw.compare({"a": stated(-3.0, 1e-9), "b": stated(-4.0, 1e-9)})
-    assert comparison.candidates[0].probability == pytest.approx(1 / (1 + math.exp(-1.0)), abs=1e-8)
-    assert comparison.findings == ()
-
-
-def test_errors_have_a_column() -> None:
-    comparison = lw.compare({"a": stated(-3.0, 3.0), "b": stated(-5.0, 0.0)})
-    head, *rows = str(comparison).splitlines()
-    assert head.split()[:5] == ["model", "log", "evidence", "error", "fit"]
-    assert [row.split()[:3] for row in rows[:2]] == [["a", "-3.00", "3.00"], ["b", "-5.00", "0.00"]]
-    assert len({len(row) for row in (head, *rows[:2])}) == 1
 
 
 # What γ says.

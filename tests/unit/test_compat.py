@@ -73,11 +73,6 @@ def test_selections_are_the_native_weights() -> None:
     assert some.n_params == 3
 
 
-def test_landmarks_are_those_of_the_native_method() -> None:
-    nystrom = regression("gp", functional_approximation="nystrom", subsample_size=20, n_eigenvalues=5)
-    assert nystrom.posterior.method == "ELLA"
-
-
 def test_precision_and_covariance_of_a_tempered_posterior(full: Laplace) -> None:
     weights = list(full.model.parameters())
     rows = []
@@ -208,15 +203,6 @@ def test_samples_of_a_subnetwork_hold_all_weights() -> None:
     step = la.sample(50, torch.Generator().manual_seed(0)) - whole
     assert step.any(0).nonzero().flatten().tolist() == [2, 9, 30]
     assert float(step.abs().max()) < 1e-2  # ten prior deviations of 1e-3
-
-
-def test_probabilities_are_the_softmax_of_functions() -> None:
-    la = classification("diag")
-    seeds = [torch.Generator().manual_seed(1) for _ in range(2)]
-    functions = la.functional_samples(NEW, n_samples=6, generator=seeds[0])
-    probs = la.predictive_samples(NEW, n_samples=6, generator=seeds[1])
-    torch.testing.assert_close(probs, functions.softmax(-1))
-    assert la(NEW, pred_type="nn", link_approx="mc", n_samples=6).shape == (4, 3)
 
 
 def test_precision_by_steps_on_the_evidence() -> None:

@@ -96,24 +96,9 @@ def test_a_banana_in_the_plane() -> None:
     assert on_a_grid(banana) - approximation.log_normaliser.item() == pytest.approx(0.0138, abs=1e-4)
 
 
-def test_a_sheared_gaussian_keeps_its_integral() -> None:
-    """A shear keeps volumes and, at the mode, curvatures: the normaliser is right where the shape is not."""
-    sheared = lambda x: -0.5 * x[0].square() - 2 * (x[1] - 0.5 * x[0].square()).square()
-    approximation = laplace_density(sheared, [1.0, 1.0])
-    assert approximation.log_normaliser.item() == pytest.approx(on_a_grid(sheared, reach=40, count=1601), abs=1e-10)
-
-
 def skewed(x: Tensor) -> Tensor:
     """Three coupled variables, with a mode where nothing is symmetric."""
     return 4 * x.sum() - (x @ ROOT.to(x)).exp().sum() - 0.1 * (x - 1).pow(4).sum()
-
-
-def test_a_shift_moves_the_mean_alone() -> None:
-    plain = laplace_density(skewed, [0.0, 0.0, 0.0])
-    moved = laplace_density(lambda x: skewed(x - CENTRE), CENTRE)
-    assert_close(moved.mean, plain.mean + CENTRE)
-    assert_close(moved.covariance, plain.covariance)
-    assert_close(moved.log_normaliser, plain.log_normaliser)
 
 
 @pytest.mark.parametrize("scale", [(1.0, 1.0, 1.0), (1e-7, 1.0, 1e7)], ids=["unit", "units apart"])
@@ -151,13 +136,6 @@ def test_samples(generator: torch.Generator) -> None:
     assert draws.dtype == D
     assert_within(draws, mean)
     assert_within((draws - mean).unsqueeze(-1) * (draws - mean).unsqueeze(-2), covariance)
-
-
-def test_equal_generators_give_equal_samples() -> None:
-    approximation = laplace_density(banana, [1.0, 1.0])
-    one, two, other = (approximation.sample(20, torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
-    assert torch.equal(one, two)
-    assert not torch.equal(one, other)
 
 
 def test_results_carry_no_gradient_and_work_in_any_mode() -> None:

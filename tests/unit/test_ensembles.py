@@ -133,16 +133,6 @@ def test_an_interrupted_ensemble_goes_on_to_the_same_end(tmp_path: Path) -> None
     assert torch.equal(weights(again[2]), weights(rest[2]))
 
 
-def test_the_folder_is_made(tmp_path: Path) -> None:
-    """As in the README: only the last folder of the path, since a parent that does not exist is a wrong path."""
-    run = lambda: lw.train_ensemble(
-        net(), loader(), "classification", members=1, folder=tmp_path / "runs", recipe=recipe(epochs=1)
-    )
-    (first,), (again,) = run(), run()
-    assert (tmp_path / "runs" / "member0.lapwing").is_file()
-    assert_close(weights(again), weights(first))
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     run = lambda **settings: lw.train_ensemble(net(), loader(), "classification", **settings)
     with pytest.raises(lw.errors.UnsupportedError, match="members is 0; expected an integer of at least 1"):

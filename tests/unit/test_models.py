@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing import errors
@@ -133,15 +131,6 @@ def test_autocast_inside_the_model(method: Any) -> None:
     torch.testing.assert_close(std.float(), wide, rtol=0.05, atol=0.02)
 
 
-def test_autocast_around_the_calls_changes_nothing() -> None:
-    x, _, y = features()
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-    plain = lw.fit(model, [(x, y)], "classification", prior=1.0).predict(x).probs
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = lw.fit(model, [(x, y)], "classification", prior=1.0).predict(x).probs
-    assert torch.equal(plain, cast)
-
-
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
 def test_layers_of_different_dtypes(method: Any, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
@@ -165,13 +154,6 @@ def test_low_rank_where_products_have_no_second_derivative(table: nn.Module) -> 
         for method in (lw.LowRank(60), lw.Full())
     )
     torch.testing.assert_close(thin, full)
-
-
-def test_named_tuples_as_inputs() -> None:
-    x, other, y = features()
-    pair = namedtuple("pair", "a b")
-    model = Wrapped(lambda s, a, b: s.l(a) + s.r(b), l=nn.Linear(3, 3), r=nn.Linear(3, 3))
-    assert lw.fit(model, [(pair(x, other), y)], "classification").functions(pair(x, other)).std.shape == (12, 3)
 
 
 def test_the_noise_gradient_of_a_rank_beyond_the_curvatures_is_finite() -> None:
@@ -364,14 +346,6 @@ def test_padding_in_later_batches_does_not_change_the_path_of_a_transformer() ->
     expected = model(x, padded).detach()  # with gradients, PyTorch does not take the fused path
     assert_close(posterior.functions((x, padded)).mean, expected, SOLVED)
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_a_dataset_is_taken_sample_by_sample() -> None:
-    x, y = regression()
-    model = nn.Linear(8, 2)
-    posterior = lw.fit(model, TensorDataset(x, y), "regression", prior=1.0)
-    loaded = lw.fit(model, DataLoader(TensorDataset(x, y), 5), "regression", prior=1.0)
-    assert_close(posterior.predict(x).std, loaded.predict(x).std)
 
 
 class Shard(nn.Parameter):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -18,10 +17,8 @@ from lapwing.plots import (
     EvidenceCurve,
     answers,
     new_axis,
-    observed_coverage,
     reliability_points,
     risk_of,
-    shorten,
     wilson,
 )
 from lapwing.posteriors.base import EffectiveParameters, Step, Trace
@@ -43,11 +40,6 @@ def test_classes_of_rows_tokens_and_images_are_the_same_answers() -> None:
     for found in (answers(probs, y), answers(probs.movedim(1, -1).reshape(6, 15, 4), y.reshape(6, 15))):
         assert torch.equal(found.probability, rows.probability)
         assert torch.equal(found.true, rows.true)
-
-
-def test_ignored_labels_are_left_out() -> None:
-    y = torch.tensor([0, -100, 1])
-    assert len(answers(torch.rand(3, 2).softmax(1), y).true) == 2
 
 
 @pytest.mark.parametrize("label", [255, 2, -1])
@@ -100,12 +92,6 @@ def test_the_interval_of_a_share_solves_its_quadratic_equation(share: float) -> 
         assert 0 <= end <= 1
 
 
-def test_coverage_of_calibrated_predictions_is_the_level() -> None:
-    levels = (0.25, 0.5, 0.9)
-    for level, share in zip(levels, observed_coverage(*normal(4000), levels), strict=True):
-        assert abs(share - level) < 4 * math.sqrt(level * (1 - level) / 4000)
-
-
 def test_risk_of_numbers_is_the_rmse_of_the_most_certain() -> None:
     noise = torch.linspace(0.1, 2, 5).unsqueeze(1)
     predictive = NormalPredictive(FunctionGaussian(torch.zeros(5, 1), torch.zeros(5, 1, 1)), noise)
@@ -135,12 +121,6 @@ def test_reliability_has_the_points_of_each_prediction_in_its_colour() -> None:
     assert second.lines[0].get_ydata().tolist() == pytest.approx(binned.accuracy[kept].tolist())
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["ideal", "plain network", "Lapwing"]
     assert ax.get_xlim() == (0, 1)
-
-
-def test_reliability_of_small_probabilities_fills_its_frame() -> None:
-    probs = torch.full((500, 50), 1 / 50)
-    ax = lw.plots.reliability(probs, torch.arange(500) % 50)
-    assert 0.02 < ax.get_xlim()[1] < 0.1
 
 
 def test_reliability_takes_binary_labels_and_an_axis() -> None:
@@ -243,16 +223,6 @@ def test_reliability_of_numbers_names_the_picture_of_these() -> None:
             lw.plots.reliability(*given)
 
 
-def test_a_ranking_has_a_point_for_each_posterior() -> None:
-    x = torch.randn(40, 2)
-    data, net = [(x, (x[:, 0] > 0).long())], torch.nn.Linear(2, 2)
-    found = lw.evaluate({"weak": lw.fit(net, data, "classification", prior=0.1)}, data, resamples=20)
-    ax = lw.plots.ranking(found)
-    assert [label.get_text() for label in ax.get_yticklabels()] == [row.name for row in found.rows[::-1]]
-    line = ax.containers[0].lines[0]
-    assert line.get_xdata().tolist() == [row.scores["nll"].value for row in found.rows[::-1]]
-
-
 # Bands and maps, by what their axes hold.
 
 
@@ -282,11 +252,6 @@ def test_a_band_has_the_intervals_of_targets_and_of_the_function(output: int) ->
     assert bottom < min(float(low.min()), -41.0 if output else 0.0)
     assert top > float(high.max())
     assert ax.get_lines()[0].get_xdata().tolist() == [-1.0, 2.0, 3.0]
-
-
-def test_a_belief_has_one_band() -> None:
-    x = torch.linspace(-1, 1, 5).unsqueeze(1)
-    assert len(lw.plots.band(predicted(x).belief, x.squeeze(1)).collections) == 1
 
 
 def test_bands_of_other_things_are_refused() -> None:
@@ -398,8 +363,3 @@ def test_steps_without_a_score_are_left_out() -> None:
     steps = (Step(float("nan"), (1.0,)), Step(-3.0, (2.0,)), Step(-2.0, (3.0,)))
     line = lw.plots.trace(Trace("Grid", "held-out NLL", steps)).get_lines()[0]
     assert line.get_xdata().tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(("name", "shown"), [("a" * 18, "a" * 18), ("b" + "a" * 18, "…" + "a" * 17)])
-def test_long_names_keep_as_much_of_their_end_as_there_is_room(name: str, shown: str) -> None:
-    assert shorten(name) == shown

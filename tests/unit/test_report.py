@@ -334,10 +334,6 @@ def test_confidence_without_success_is_overconfident() -> None:
     assert ", but the predictions are better than those of the plain network" in found.sentences
 
 
-def test_success_without_confidence_is_underconfident() -> None:
-    assert "underconfident" in verdict_of(of_labels(*verdict_drawn(500, harder=-0.3))).answers[0].short
-
-
 def biased(number: int, frequency: float, probability: float, error: float) -> ClassFrequency:
     gap = probability - frequency
     return ClassFrequency(
@@ -399,11 +395,6 @@ def test_a_difference_counts_if_its_interval_leaves_zero_out(low: float, high: f
     answer = verdict_of(Evaluation(**{**vars(found), "rows": rows})).answers[1]
     assert answer.word == word
     assert answer.short.startswith(short)
-
-
-def test_the_plain_network_is_called_that() -> None:
-    found = verdict_of(of_labels(*verdict_drawn(200)), has_spread=False)
-    assert "those of the plain network itself" in found.sentences
 
 
 def test_the_most_uncertain_tenth_is_named_with_its_confidence() -> None:

@@ -67,13 +67,6 @@ def test_a_unit_has_every_row(name: str) -> None:
     assert all(r.scores["gamma"] > 0 for r in records[1:])
 
 
-def test_images_are_averaged_to_the_side_asked_for() -> None:
-    images = replace(TINY, side=4, train=30)._images()
-    assert images.train[0].shape == (30, 1, 4, 4)
-    whole = TINY._images().train[0][0, 0]
-    torch.testing.assert_close(images.train[0][0, 0, 1, 2], whole[2:4, 4:6].mean())
-
-
 def test_forms() -> None:
     reduced = from_toml(Fifty, REDUCED)
     assert reduced.units() == ("BatchNorm/0", "Fixup/0")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from experiments.engine.contract import Record
 from experiments.options import silent
@@ -14,8 +13,7 @@ from experiments.vision import shift_task
 from experiments.vision.shift import Shift
 from experiments.vision.shift_methods import Effort
 from experiments.vision.shift_picture import COLOURS, picture
-from experiments.vision.shift_task import Large, Small, prepared
-from lapwing.errors import LapwingError
+from experiments.vision.shift_task import Large, Small
 from tests.pixels import drawn, inked, share
 
 TINY = replace(
@@ -55,23 +53,6 @@ def test_a_network_with_norms_on_corrupted_images() -> None:
     ensemble = next(r for r in records if r.method == "ensemble")
     assert ensemble.seconds is not None
     assert ensemble.seconds > 0  # the training of the other member
-
-
-def test_images_of_a_step_are_the_same_for_all_networks() -> None:
-    tasks = [prepared(Small("digits", "corrupted", (2,), 3, epochs=n), None, "cpu", (1, 9, 7), (), 2) for n in (1, 2)]
-    for step, kinds in tasks[0].shifts.items():
-        for kind, x in kinds.items():
-            assert torch.equal(x, tasks[1].shifts[step][kind])
-    assert torch.equal(tasks[0].y, tasks[1].y)
-
-
-def test_only_the_methods_that_are_named() -> None:
-    named = replace(TINY, effort=replace(TINY.effort, methods=("temperature", "plain")))
-    records = named.measure("small/0", silent)
-    assert list(dict.fromkeys(record.method for record in records)) == ["temperature", "plain"]
-    unknown = replace(TINY, effort=replace(TINY.effort, methods=("magic",)))
-    with pytest.raises(LapwingError, match="methods: unknown magic; expected some of plain"):
-        list(unknown.measure("small/0", silent))
 
 
 def records(methods: int) -> list[Record]:

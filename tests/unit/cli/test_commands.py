@@ -9,7 +9,6 @@ import runpy
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +20,7 @@ from torch import nn
 import lapwing as lw
 from lapwing.cli import main
 from lapwing.cli.commands import COMMANDS, worse_than_chance
-from lapwing.demo import tasks
-from lapwing.demo.result import ExperimentReport, Result, Row, table
+from lapwing.demo.result import Result, Row, table
 from tests.unit.cli.conftest import FITTED, Ran
 
 # ``lapwing check`` prints what ``lw.check`` reports.
@@ -151,7 +149,7 @@ def test_labels_of_two_classes_have_the_chance_of_one_half() -> None:
         ("--method krone", "--method is 'krone'; expected one of full, "),
         ("--likelihood regression", "targets have the shape"),
         ("--subset nothing", "no parameter name matches 'nothing'; the model has 0.weight, 0.bias"),
-        ("--subset [", "'[' is no regular expression"),
+        ("--subset [", "'[' is not a regular expression"),
         ("--prior -1", "--prior is -1.0; expected a positive, finite number"),
         ("--prior nan", "--prior is nan; expected a positive, finite number"),
     ],
@@ -216,21 +214,6 @@ def test_networks_without_error_bars_are_named_as_such(run: Run, tmp_path: Path,
     assert {row["name"] for row in rows} == {
         "classifier", "map (plain network)", "scaled (plain network with a temperature)",
     }  # fmt: skip
-
-
-def test_seeds_change_the_bootstrap_alone(run: Run, posterior: Path) -> None:
-    ran = [run(f"{EVALUATE} --data test.npz --json --seed {seed}").facts for seed in (1, 1, 2)]
-    nll = [each["evaluation"]["scores"]["nll"]["posterior"] for each in ran]
-    assert nll[0] == nll[1]
-    assert nll[0]["value"] == nll[2]["value"]
-    assert nll[0]["low"] != nll[2]["low"]
-
-
-def test_regression_has_intervals_at_the_level(run: Run, regression: Path) -> None:
-    words = "evaluate cli_nets:regressor --weights regressor.pt --posterior regressor.lapwing --data numbers.npz"
-    facts = run(f"{words} --level 0.5 --json").facts
-    assert facts["evaluation"]["level"] == 0.5
-    assert facts["evaluation"]["scores"]["coverage"]["target"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -455,31 +438,6 @@ def test_report_refuses_bad_input_in_a_line(options: str, message: str, run: Run
 # The command line as a user meets it.
 
 
-def test_run_prints_both_tables_and_writes_what_it_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With some of the images, and a small network for the curve."""
-    images, labels = tasks.load_digits(return_X_y=True)
-    monkeypatch.setattr(tasks, "load_digits", lambda **_: (images[:500], labels[:500]))
-    whole = tasks.run_bands
-    small = lambda settings: whole(replace(settings, recipe=replace(settings.recipe, hidden=(20,))))
-    monkeypatch.setattr(tasks, "run_bands", small)
-    out = tmp_path / "made" / "here"
-    assert main(["demo", "--quick", "--out", str(out), "--seed", "3"]) == 0
-    printed = capsys.readouterr().out
-    for words in ("noisy digits", "diabetes", "plain network", "naive evidence", "AUROC", "coverage 95 %"):
-        assert words in printed
-    paths = [Path(line) for line in printed.splitlines() if line.startswith(str(out))]
-    assert [path.name for path in paths] == ["overview.png", "results.json"]
-    assert paths[0].read_bytes().startswith(b"\x89PNG")
-    documents = json.loads(paths[1].read_text())
-    assert list(documents) == ["digits", "diabetes", "bands"]
-    of_digits = Result.from_json(json.dumps(documents["digits"]))
-    assert of_digits.seed == 3
-    assert of_digits.settings["recipe"]["epochs"] == 10
-    assert f"{of_digits.rows[0].scores['accuracy']:.3f}" in printed
-
-
 def test_tables_are_printed_then_paths_and_the_picture_shows_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,25 +473,6 @@ def test_a_run_leaves_the_number_of_threads_as_it_was(tmp_path: Path, monkeypatc
         assert (seen, torch.get_num_threads()) == ([1], 2)
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_folder_that_cannot_be_made_ends_with_a_message_and_a_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["demo", "--out", str(tmp_path / "file")]) == 1
-    assert capsys.readouterr().err.startswith("lapwing: ")
-
-
-def test_without_a_folder_the_files_go_to_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    folders: list[Path] = []
-    monkeypatch.setattr(
-        "lapwing.demo.tasks.run_demo", lambda out, *_: folders.append(out) or ExperimentReport(out / "results.json", ())
-    )
-    assert main(["demo"]) == 0
-    assert folders == [Path("out")]
-    assert (tmp_path / "out" / "results.json").is_file()
 
 
 def test_missing_extras_are_named(

@@ -71,10 +71,6 @@ def test_json_is_all_there_is_on_stdout_though_the_users_code_prints(run: Run) -
     assert ran.err == "building the network\n"
 
 
-def test_an_error_with_json_is_a_line_on_stderr(run: Run) -> None:
-    assert "no module 'cli_netz'" in run("check cli_netz:classifier --data train.npz --json").error
-
-
 def test_a_traceback_is_shown_only_if_asked_for(run: Run) -> None:
     words = "check cli_nets:broken --data train.npz"
     assert "cli_nets:broken raised KeyError: 'no\\nsuch layer'. --traceback shows where." in run(words).error
@@ -156,11 +152,6 @@ def test_a_device_that_is_not_there_is_refused(run: Run) -> None:
         error = run(f"check {FITTED} --data train.npz --device {device}").error
         assert f"--device is '{device}', which this machine does not have" in error
         assert "--device cpu" in error
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_cuda_without_a_gpu_is_refused(run: Run) -> None:
-    assert "--device is 'cuda'" in run(f"check {FITTED} --data train.npz --device cuda").error
 
 
 def test_a_nul_in_an_argument_or_in_a_file_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

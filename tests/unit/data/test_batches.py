@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.data.batches import BATCH, Data, cut_for_training
-from lapwing.data.inputs import call_model, map_tensors, merge_batches, tensors_in
+from lapwing.data.inputs import call_model, merge_batches, tensors_in
 from lapwing.errors import DataError, InputError, UnsupportedError
 from tests.tolerances import assert_near
 
@@ -60,11 +60,6 @@ def test_mappings_with_a_named_target() -> None:
     assert torch.equal(targets, Y)
 
 
-def test_targets_become_tensors() -> None:
-    ((_, targets),) = batches([(X, Y.tolist())])
-    assert torch.equal(targets, Y)
-
-
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
@@ -94,16 +89,6 @@ def test_one_shot_iterators_are_refused_before_they_are_used() -> None:
 def test_a_progress_bar_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(y) for _, y in batches([(X, Y), (X[:2], Y[:2])], progress=True)] == [5, 2]
     assert "test" in capsys.readouterr().err
-
-
-def test_trees_keep_their_form() -> None:
-    tree = {"a": X, "b": (Y, [X, "word"]), "c": 3}
-    doubled = map_tensors(tree, lambda t: 2 * t)
-    assert torch.equal(doubled["a"], 2 * X)
-    assert torch.equal(doubled["b"][0], 2 * Y)
-    assert doubled["b"][1][1] == "word"
-    assert doubled["c"] == 3
-    assert [t.shape for t in tensors_in(tree)] == [X.shape, Y.shape, X.shape]
 
 
 def test_a_look_opens_a_loader_once() -> None:
@@ -277,14 +262,6 @@ def test_methods_that_average_passes_are_described_as_such(call: str, name: str)
     assert "Nothing was tuned." in posterior.summary() or not settings
 
 
-def test_one_pass_over_augmented_data_is_fine() -> None:
-    for method in (lw.Kron(), lw.Full(), lw.Diagonal()):
-        loader = Loader(CHANGES["noise"])
-        posterior = lw.fit(network(), loader, lw.Gaussian(), method=method, prior=1.0)
-        assert posterior.trace is None
-    lw.train(network(), Loader(CHANGES["noise"]), "regression", recipe=lw.recipes.online(epochs=2))
-
-
 # What users give as data: every data argument takes the same pairs of tensors, arrays and data frames.
 
 ROWS, INPUTS, CLASSES = 40, 4, 3
@@ -394,12 +371,6 @@ def test_weights_as_arrays() -> None:
         fitted = lw.fit(net(), lw.samples.weighted(form), "classification", prior=1.0)
         assert fitted.base.statistics.data == int(weights.sum())
         assert_near(probs(fitted), probs(whole), 1e-6)
-
-
-def test_check_takes_arrays() -> None:
-    assert (
-        lw.check(net(), (SOURCES_X.double().numpy(), SOURCES_Y.numpy())).weights == lw.check(net(), SOURCES_X).weights
-    )
 
 
 @pytest.mark.parametrize(

@@ -108,16 +108,6 @@ def test_rows_of_discrete_columns_repeat_by_themselves(values: int) -> None:
         assert training.reuse(sketch(x[300:], None), of_inputs=True) is None
 
 
-def test_the_same_discrete_table_is_known() -> None:
-    """Its rows are those of the training data, as often as there; a new draw of the table repeats other rows."""
-    x = torch.randint(0, 4, (600, 3), generator=gen())
-    y = torch.randint(0, 2, (600,), generator=gen(1))
-    reuse = sketch(x[:300], y[:300]).reuse(sketch(x[:300], y[:300]))
-    assert reuse is not None
-    assert reuse.whole
-    assert sketch(x[:300], y[:300]).reuse(sketch(x[300:], y[300:])) is None
-
-
 def test_a_sketch_is_bounded_and_estimates_the_share() -> None:
     """400,000 rows: a sixth of them is kept, and of 6,000 other rows, half of them known, about 1,000 are compared.
 
@@ -145,12 +135,6 @@ def test_rows_that_are_in_two_parts_repeat() -> None:
     x, y = numbers(50)
     assert sketch(x, y).singles(False)[1] == 50
     assert (sketch(x, y) + sketch(x[:20], y[:20])).singles(False)[1] == 30
-
-
-def test_sets_of_samples_are_not_compared() -> None:
-    sketching = Sketching()
-    sketching.add({"x": torch.zeros(5, 2)}, torch.zeros(3), 3)  # no tensor has a row for each sample
-    assert sketching.value() is None
 
 
 def test_a_file_holds_the_rows() -> None:

@@ -67,37 +67,12 @@ def test_pieces_do_not_matter_and_memory_does_not_grow(monkeypatch: pytest.Monke
     assert max(sizes) <= 20 + 64
 
 
-def test_nested_inputs() -> None:
-    pool = drawn(7, (8, 1, 11), inputs=(X, {"twice": 2 * X}))
-    assert torch.equal(pool.inputs[0], X[pool.targets])
-    assert torch.equal(pool.inputs[1]["twice"], 2 * X[pool.targets])
-    again = pool.rows(torch.tensor([2, 0, 2]))
-    assert torch.equal(again[0], X[pool.targets[[2, 0, 2]]])
-
-
 @pytest.mark.parametrize("parts", [[X, torch.randn(2, 4)], [(X, Y), (X, torch.zeros(2, 3))]])
 def test_inputs_of_different_shapes_are_refused(parts: list[Any]) -> None:
     with pytest.raises(
         lw.errors.DataError, match=r"different shapes .* cannot be put into one batch .* Pad all batches alike"
     ):
         concat_inputs(parts)
-
-
-def test_two_passes_over_the_data_and_no_more() -> None:
-    passes = []
-
-    class Counting:
-        def __iter__(self) -> Any:
-            passes.append(1)
-            return iter(problems.split(X, Y, (8, 1, 11)))
-
-    Pool.draw(Data(Counting(), CPU), 7)
-    assert len(passes) == 2
-
-
-def test_rows_may_repeat() -> None:
-    rows: Tensor = drawn(5).rows(torch.tensor([1, 1, 4]))
-    assert torch.equal(rows, drawn(5).inputs[[1, 1, 4]])
 
 
 # What all samples share.

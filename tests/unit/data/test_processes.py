@@ -20,7 +20,7 @@ from lapwing.data.batches import Data
 from lapwing.data.processes import ALONE, Processes
 from lapwing.data.samples import Part, next_epoch, share_of
 from lapwing.data.samples import Share as SampleShare
-from lapwing.errors import DataError, ProcessError, UnsupportedError
+from lapwing.errors import DataError, UnsupportedError
 from lapwing.training import TrainingState
 from tests import process_cases
 from tests.process_cases import EXACT, LIMIT, REFUSED, SOLVED, TRAINED, Result, Share, sizes
@@ -181,13 +181,6 @@ def test_a_group_must_be_one(group: object, message: str) -> None:
             call(nn.Linear(1, 1), [(x, x)], "regression", process_group=group)
     with pytest.raises(UnsupportedError, match=message):
         lw.samples.Part(x, group)
-
-
-def test_the_error_names_the_process() -> None:
-    error = ProcessError("process 2 of 3 failed", 2)
-    assert isinstance(error, lw.LapwingError)
-    assert isinstance(error, RuntimeError)
-    assert error.rank == 2
 
 
 # Samplers for several processes: every datum in one part, and what they say about their part.

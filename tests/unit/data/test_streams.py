@@ -161,17 +161,6 @@ def test_as_many_rows_by_chance_are_open_until_a_batch_tells() -> None:
     seen.refuse_change((INPUTS_X, CONTEXT[:1]), 5)  # one row is spread over all samples
 
 
-def test_one_row_shows_nothing() -> None:
-    rows = SampleRows().with_batch((INPUTS_X, CONTEXT[:1]), 5)
-    assert rows.per_sample((INPUTS_X[:4], CONTEXT), 4) == (True, True)
-
-
-def test_learning_changes_no_value() -> None:
-    rows = SampleRows()
-    rows.with_batch((INPUTS_X, CONTEXT), 5)
-    assert rows == SampleRows()
-
-
 def test_what_is_shared_in_one_batch_is_shared_in_both() -> None:
     assert per_sample_in_both((), (True, False)) == (True, False)
     assert per_sample_in_both((True, True), (True, False)) == (True, False)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.decisions.acquisition import feature_blocks, greedy_information, matrix_blocks, root_of
 from tests.tolerances import assert_close
-from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor
+from tests.unit.decisions.problems import D, classes, classifier, generator
 
 
 def greedy(matrix: Tensor, size: int, n: int) -> list[int]:
@@ -100,11 +100,6 @@ def test_a_loader_has_the_numbers_of_its_rows() -> None:
     weight = root_of(posterior, posterior.functions(x).mean).square().sum(2)
     alone = (posterior.functions(x).variance * weight).sum(1).argsort(descending=True)[:6]
     assert set(few.tolist()) <= set(alone.tolist())
-
-
-def test_networks_with_a_noise_for_every_input() -> None:
-    chosen = regressor().acquire(numbers(20, generator(9))[0], 4)
-    assert len(set(chosen.tolist())) == 4
 
 
 def test_a_pair_is_one_batch_with_targets() -> None:

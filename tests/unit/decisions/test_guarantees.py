@@ -73,16 +73,6 @@ def test_every_group_is_covered_at_the_level() -> None:
     assert float(inside[noisy(x) == 1].mean()) < 0.85
 
 
-def test_scaled_intervals_are_narrower_where_noise_varies() -> None:
-    draws, data = generator(4), [numbers(2000, generator(5))]
-    calibration = [numbers(500, draws)]
-    scaled, constant = (
-        regressor().conformal(calibration, LEVEL, score=s).coverage(data) for s in ("scaled", "constant")
-    )
-    assert scaled.size < 0.9 * constant.size
-    assert scaled.error == pytest.approx(math.sqrt(scaled.share * (1 - scaled.share) / 2000))
-
-
 def test_the_quantile_is_the_rank_of_the_definition() -> None:
     scores = torch.randn(57, 3, dtype=D, generator=generator(6))
     for level in (0.5, 0.9, 0.95):
@@ -136,14 +126,6 @@ def test_sets_and_intervals_by_hand() -> None:
     assert_close(high, new.mean + half)
 
 
-def test_a_loader_that_shuffles_gives_the_same_sets() -> None:
-    """Targets are read in the same pass as inputs."""
-    x, y = classes(COUNT, generator(12))
-    shuffled = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 8, shuffle=True)
-    one, other = (classifier().conformal(data, LEVEL, score="threshold") for data in ([(x, y)], shuffled))
-    assert_close(one.quantiles[None], other.quantiles[None])
-
-
 def test_several_outputs_are_each_covered() -> None:
     x = torch.randn(400, 2, dtype=D, generator=generator(13))
     y = torch.cat([x[:, :1], 20 * x[:, 1:]], 1) + torch.randn(400, 2, dtype=D, generator=generator(14))
@@ -156,14 +138,6 @@ def test_several_outputs_are_each_covered() -> None:
     share = ((low <= y[250:]) & (y[250:] <= high)).double().mean(0)
     # A beta distribution of the coverage given 200 calibration data, and a binomial one of 150 test data.
     assert bool(((share - LEVEL).abs() <= 4 * (0.09 / 200 + 0.09 / 150) ** 0.5).all())
-
-
-def test_one_binary_label_has_sets_of_two_classes() -> None:
-    x, y = classes(200, generator(15))
-    model = nn.Linear(2, 1).double()
-    posterior = lw.fit(model, [(x, (y == 0).double())], lw.Bernoulli(), method=lw.Full(), prior=1.0)
-    new, labels = classes(200, generator(16))
-    assert posterior.conformal([(new, (labels == 0).double())], LEVEL).predict(x[:5]).members.shape == (5, 2)
 
 
 @cache
@@ -359,13 +333,6 @@ def test_scores_p_values_and_flags_by_the_definition() -> None:
         assert torch.equal(detector.flags(new), detector.score(new) > detector.threshold)
 
 
-def test_far_inputs_are_found_by_the_variance() -> None:
-    detector = regressor().ood([numbers(200, generator(4))])
-    assert detector.by == "variance"
-    assert bool(detector.flags(torch.full((3, 2), 40.0, dtype=D)).all())
-    assert repr(detector).startswith("<Detector: variance above")
-
-
 @cache
 def trained_classifier(validation: bool) -> tuple[lw.Fitted, torch.Tensor]:
     """A ReLU network that is certain of its classes far from all data, under a mixture; and inputs like its own."""
@@ -415,14 +382,6 @@ def test_a_plain_network_for_numbers_with_one_noise_is_refused() -> None:
             plain.ood(new, by=by)
     spread = lw.fit(regressor().network.model, [(x, y)], lw.HeteroscedasticGaussian(), method=lw.baselines.MapOnly())
     assert spread.ood(new).by == "entropy"
-
-
-def test_targets_are_not_used_and_loaders_are_read() -> None:
-    x, y = classes(60, generator(5))
-    one, other = classifier().ood(x), classifier().ood([(x[:25], y[:25]), (x[25:], y[25:])])
-    assert one.by == "scaled_information"
-    assert_close(one.scores, other.scores)
-    assert_close(one.p_values([x[:9], x[9:13]]), other.p_values(x[:13]))
 
 
 @pytest.mark.parametrize(

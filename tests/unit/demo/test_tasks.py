@@ -104,18 +104,6 @@ def test_error_bars_do_no_harm_and_help_where_the_network_is_too_confident(of_di
     assert score(of_digits, "noisy digits", "Lapwing", "NLL") < noisy["plain network"]
 
 
-def test_the_naive_evidence_does_harm_on_clean_digits(of_digits: Result) -> None:
-    for task in ("digits", "digits, BatchNorm"):
-        assert score(of_digits, task, "naive evidence", "ECE") > score(of_digits, task, "plain network", "ECE") + 0.1
-
-
-def test_arrays_agree_with_the_scores(of_digits: Result) -> None:
-    for row in of_digits.rows:
-        correct = of_digits.arrays[f"{row.group}/{row.name}/correct"]
-        assert sum(correct) / len(correct) == pytest.approx(row.scores["accuracy"])
-        assert len(correct) == len(of_digits.arrays[f"{row.group}/{row.name}/confidence"]) == 719
-
-
 def test_the_parts_of_a_split_are_of_one_source_and_do_not_overlap() -> None:
     train, held_out, test = split_digits(QUICK, noise=0.5, seed=0)
     assert [len(y) for _, y in (train, held_out, test)] == [878, 200, 719]
@@ -170,13 +158,6 @@ def test_error_bars_widen_the_intervals_around_the_same_mean(of_diabetes: Result
         assert row.scores["RMSE"] < 77  # the deviation of y
         assert row.scores["coverage 95 %"] >= plain.scores["coverage 95 %"] - 0.03
     assert default.scores["width"] > plain.scores["width"]
-
-
-def test_the_plain_network_has_one_noise_for_all(of_diabetes: Result) -> None:
-    patients = len(column(of_diabetes, "plain network", "std")) // 2  # of the first split
-    std = column(of_diabetes, "plain network", "std")[:patients]
-    assert std.max() == pytest.approx(float(std.min()), rel=1e-6)
-    assert len(set(column(of_diabetes, "naive evidence", "std")[:patients].tolist())) > 50
 
 
 def test_scores_are_those_of_the_arrays_in_the_units_of_y(of_diabetes: Result) -> None:
@@ -265,19 +246,3 @@ def test_points_are_as_high_as_predictions_are_right() -> None:
     for colour in (PLAIN, POSTERIOR):
         assert sum(heights[colour]) / len(heights[colour]) == pytest.approx(0.8, abs=0.1)
     assert "55 % confident, 80 % right" in axis.get_title()
-
-
-def test_no_band_leaves_its_frame() -> None:
-    axis = new_axis()
-    draw_bands(axis, some_bands(width=50.0), DEFAULT)
-    low, high = axis.get_ylim()
-    assert low < -52
-    assert high > 52
-    assert "57 % of new data" in axis.get_title()
-
-
-def test_the_picture_uses_no_global_figures(tmp_path: Path) -> None:
-    from matplotlib import pyplot
-
-    draw_overview(some_digits(), some_bands(), tmp_path / "picture.png")
-    assert pyplot.get_fignums() == []

@@ -13,10 +13,7 @@ from lapwing.demo.training import (
     SplitTable,
     Standardiser,
     TrainingSettings,
-    batches,
-    best_seconds,
     crps,
-    epoch_seconds,
     mlp,
     predict,
     scores,
@@ -73,13 +70,6 @@ def test_what_dropout_draws_comes_from_the_seed() -> None:
     assert torch.equal(torch.rand(3), expected)  # and leaves the state as it was
 
 
-def test_class_numbers_are_trained_by_cross_entropy() -> None:
-    x, _ = line()
-    y = (x[:, 0] > 0.2).long() + (x[:, 0] > -0.4).long()
-    model = train_mlp(x, y, 3, SHORT, seed=0)
-    assert float((model(x).argmax(1) == y).double().mean()) > 0.9
-
-
 def test_max_steps_ends_training_early() -> None:
     x, y = line()
     one = TrainingSettings(hidden=(7, 5), epochs=60, batch_size=16, max_steps=1, learning_rate=1e-3)
@@ -97,29 +87,6 @@ def test_standardiser_shifts_and_scales_and_keeps_constant_columns() -> None:
     out = Standardiser.of(rows)(rows)
     assert out.mean(0).abs().max() < 1e-9
     assert out.std(0, correction=0).tolist() == pytest.approx([1, 1, 1, 0], abs=1e-9)
-
-
-def test_batches_keep_every_row_in_order() -> None:
-    x, y = line(10)
-    parts = batches(x, y, 4)
-    assert [len(part) for part, _ in parts] == [4, 4, 2]
-    assert torch.equal(torch.cat([part for part, _ in parts]), x)
-
-
-def test_an_epoch_changes_nothing() -> None:
-    x, y = line()
-    model = mlp(1, 1, SHORT, seed=0)
-    before = [p.clone() for p in model.parameters()]
-    assert epoch_seconds(model, batches(x, y, 16)) > 0
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_best_seconds_runs_as_often_as_asked() -> None:
-    calls: list[int] = []
-    seconds, first = best_seconds(lambda: calls.append(len(calls)) or len(calls), repeats=3)
-    assert (len(calls), first) == (3, 1)
-    assert seconds >= 0
 
 
 # Predictions in the units of the data, and scores of predictives that are not normal.

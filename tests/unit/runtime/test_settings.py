@@ -29,7 +29,6 @@ from lapwing.runtime.settings import (
     Text,
     class_named,
     integer,
-    is_real,
     saved,
     setting,
     stored,
@@ -82,15 +81,6 @@ def test_flags() -> None:
 def test_a_long_value_is_cut() -> None:
     with pytest.raises(lw.errors.UnsupportedError, match=r"^rate is '9{79}; expected"):
         POSITIVE.check("rate", "9" * 1000)
-
-
-def test_real_numbers() -> None:
-    assert all(is_real(value) for value in (0, -1.5, math.nan, math.inf, Fraction(1, 3)))
-    assert not any(is_real(value) for value in (True, "0", None, 1j))
-
-
-def test_valla_chooses_its_number_of_steps() -> None:
-    assert lw.VaLLA(steps=None).steps is None
 
 
 POINTS = torch.zeros(4, 2), torch.zeros(4, 1)
@@ -154,11 +144,6 @@ def test_a_class_may_be_defined_again() -> None:
     saved(one)
     assert saved(two) is two
     assert class_named("DefinedTwice") is two
-
-
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(lw.errors.FileError, match="names the class 'Nothing', which this version does not have"):
-        class_named("Nothing")
 
 
 # Values as plain data for files, by their declarations.

@@ -167,13 +167,6 @@ def test_the_last_thread_restores() -> None:
 # The progress bar.
 
 
-@pytest.mark.parametrize("visible", [False, True])
-def test_it_yields_all_items(visible: bool) -> None:
-    assert list(ProgressBar(range(4), "learning", visible)) == [0, 1, 2, 3]
-    assert list(ProgressBar(["a", "b"], "learning", visible)) == ["a", "b"]
-    assert list(ProgressBar([], "learning", visible)) == []
-
-
 def test_a_bar_shows_its_label_and_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     bar = ProgressBar(range(3), "inducing points", visible=True, leave=True)
     for _ in bar:
@@ -182,13 +175,6 @@ def test_a_bar_shows_its_label_and_the_numbers(capsys: pytest.CaptureFixture[str
     assert "inducing points: 100%" in printed
     assert "3/3" in printed
     assert "objective=12.346, KL=0.5" in printed
-
-
-def test_text_is_shown_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = ProgressBar(range(3), "learning", visible=True)
-    for number in bar:
-        bar.show_text(f"loss is {number}")
-        assert f"loss is {number}" in capsys.readouterr().err
 
 
 def test_items_that_an_earlier_run_has_done(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,28 +253,11 @@ def run(stopping: EarlyStopping[int], steps: int) -> int:
     return steps
 
 
-def test_later_states_that_are_worse_are_not_kept() -> None:
-    stopping = stopping_on(Course(1.0, 3.0, 2.0, 1.0, 0.5), patience=9)
-    assert run(stopping, 5) == 5
-    assert (stopping.best_state, stopping.best_score) == (1, 3.0)
-
-
 def test_it_stops_when_patience_ends() -> None:
     """Patience counts evaluations in a row: a better one starts the count again."""
     stopping = stopping_on(Course(1.0, 0.0, 2.0, 0.0, 1.9, 9.0))
     assert run(stopping, 6) == 5
     assert stopping.best_state == 2
-
-
-@pytest.mark.parametrize("patience", [1, 3])
-def test_patience(patience: int) -> None:
-    assert run(stopping_on(Course(5.0, *[0.0] * 9), patience=patience), 10) == 1 + patience
-
-
-def test_an_equal_score_is_not_better() -> None:
-    stopping = stopping_on(Course(1.0, 1.0, 1.0))
-    assert run(stopping, 3) == 3
-    assert stopping.best_state == 0
 
 
 def test_it_evaluates_early_and_then_regularly() -> None:
@@ -320,9 +289,3 @@ def test_a_score_of_nan_is_never_the_best() -> None:
     stopping = stopping_on(Course(math.nan, 1.0, math.nan, math.nan))
     assert run(stopping, 4) == 4
     assert (stopping.best_state, stopping.best_score) == (1, 1.0)
-
-
-def test_without_a_score_the_present_state_is_the_best() -> None:
-    stopping = stopping_on(Course(math.nan, math.nan, math.nan))
-    assert run(stopping, 2) == 2
-    assert stopping.best_state == 2
