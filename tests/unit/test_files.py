@@ -82,8 +82,7 @@ def test_round_trip_of_every_method(method: str, tmp_path: Path) -> None:
     assert_close(again.predict(inputs).probs, posterior.predict(inputs).probs)
 
 
-@pytest.mark.parametrize("case", [case.name for case in CASES])
-@pytest.mark.parametrize("method", ["kron", "ekron"])
+@pytest.mark.parametrize(("case", "method"), [(c.name, ("kron", "ekron")[i % 2]) for i, c in enumerate(CASES)])
 def test_round_trip_of_every_network(case: str, method: str, tmp_path: Path) -> None:
     _, posterior = fitted(case, METHODS[method])
     posterior.save(tmp_path / "net")
@@ -184,8 +183,9 @@ def test_a_loaded_posterior_can_be_saved_tuned_and_reweighted(tmp_path: Path) ->
     assert_same(posterior.with_prior(3.0), again.with_prior(3.0), inputs)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("method", "narrow"), [(name, (torch.float32, torch.bfloat16)[i % 2]) for i, name in enumerate(METHODS)]
+)
 def test_from_float64_to_narrower(method: str, narrow: torch.dtype, tmp_path: Path) -> None:
     model, posterior = fitted(method=METHODS[method])
     posterior.save(tmp_path / "net")
@@ -364,20 +364,20 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["likelihood", "prior", "network", "posterior", "method", "fingerprint"])
-@pytest.mark.parametrize("instead", ["missing", None, 5, [], {}, "word"])
-def test_a_file_with_other_metadata(lost: str, instead: Any, tmp_path: Path) -> None:
-    model, path, _ = written(tmp_path)
-    file = Contents.of(path.read_bytes())
-    holder = file.root["parts" if lost in file.root["parts"] else "settings"]
-    holder[lost] = instead
-    if instead == "missing":
-        del holder[lost]
-    path.write_bytes(file.packed())
-    if (lost, instead) == ("method", "word"):
-        assert lw.load(path, model).method == "word"
-        return
-    with pytest.raises(lw.errors.FileError):
-        lw.load(path, model)
+def test_a_file_with_other_metadata(lost: str, tmp_path: Path) -> None:
+    model, path, content = written(tmp_path)
+    for instead in ("missing", None, 5, [], {}, "word"):
+        file = Contents.of(content)
+        holder = file.root["parts" if lost in file.root["parts"] else "settings"]
+        holder[lost] = instead
+        if instead == "missing":
+            del holder[lost]
+        path.write_bytes(file.packed())
+        if (lost, instead) == ("method", "word"):
+            assert lw.load(path, model).method == "word"
+            continue
+        with pytest.raises(lw.errors.FileError):
+            lw.load(path, model)
 
 
 @pytest.mark.parametrize("wrong", ["shape", "nan", "dtype"])
@@ -439,11 +439,14 @@ def test_the_model_itself_is_not_in_the_file(tmp_path: Path) -> None:
 
 # Damaged files and checkpoints: the short form of ``python -m tests.attack files`` and ``checkpoints``.
 
-IN_SHORT = ("kron", "low rank", "fmgp rbf", "mixture", "each noise", "bernoulli", "g-prior", "subnetwork", "valla")
+IN_SHORT = (
+    "kron", "low_rank", "fmgp", "budget_regression", "per_output", "bernoulli", "g_prior", "subnetwork", "valla",
+    "tuple_input",
+)  # fmt: skip
 
 
 def test_every_specimen_in_short_is_refused_or_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "SPECIMENS", {name: files.SPECIMENS[name] for name in IN_SHORT})
+    monkeypatch.setattr(files, "TARGETS", {name: files.TARGETS[name] for name in IN_SHORT})
     totals, wrong = files.attacked(180, seed=11, folder=tmp_path)
     assert not wrong, "\n".join(wrong)
     assert totals["refused"] > 100
@@ -499,8 +502,7 @@ def test_another_forward_is_refused(tmp_path: Path) -> None:
         lw.load(path, Bent(F.gelu))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, D, torch.bfloat16])
-@pytest.mark.parametrize("other", [torch.float32, D, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "other"), [(torch.bfloat16, D), (D, torch.float32), (torch.float32, torch.bfloat16)])
 def test_another_dtype_is_the_same_function(dtype: torch.dtype, other: torch.dtype, tmp_path: Path) -> None:
     """Weights that have been rounded once are the same in every wider dtype."""
     rounded = sloped(0.01).bfloat16()

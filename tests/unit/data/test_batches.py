@@ -228,14 +228,13 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("call", REFUSED)
+@pytest.mark.parametrize(("name", "call"), [(name, list(REFUSED)[i % 4]) for i, name in enumerate(CHANGES)])
 def test_methods_that_compare_passes_refuse_other_rows(call: str, name: str) -> None:
     with pytest.raises(DataError, match="second reading of the data gave"):
         lw.fit(network(), Loader(CHANGES[name]), lw.Gaussian(), **REFUSED[call])
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", ["noise", "fewer rows"])
 def test_operators_and_lbfgs_refuse_other_rows(name: str) -> None:
     posterior = lw.fit(network(), [(READING_X, READING_Y)], lw.Gaussian(0.5), prior=1.0)
     for operator in (posterior.jacobian, posterior.ggn):
@@ -252,8 +251,7 @@ AVERAGED: dict[str, tuple[lw.Gaussian, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("call", AVERAGED)
+@pytest.mark.parametrize(("name", "call"), [(name, list(AVERAGED)[i % 3]) for i, name in enumerate(CHANGES)])
 def test_methods_that_average_passes_are_described_as_such(call: str, name: str) -> None:
     likelihood, settings = AVERAGED[call]
     posterior = lw.fit(network(), Loader(CHANGES[name]), likelihood, **settings)
