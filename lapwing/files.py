@@ -65,7 +65,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, about: About, path: str
         settings["settings"] = fingerprint.settings
     state = State(FORMAT, settings, parts=parts)
     try:
-        _restored(state, problem.network.model)
+        _restore(state, problem.network.model)
     except FileError as error:
         raise FileError(f"this posterior is not saved, since its file would be refused: {error}.") from error
     write(path, state)
@@ -77,7 +77,7 @@ def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, Ab
     model = unwrap(model)
     refuse_training_mode(model)
     try:
-        return _restored(_moved(state, next(model.parameters()).device), model)
+        return _restore(_move_to(state, next(model.parameters()).device), model)
     except (_OtherModelError, OtherFunctionError) as error:
         raise FileError(f"the file belongs to another model: {error}") from error
     except LapwingError as error:
@@ -86,7 +86,7 @@ def load(path: str | Path, model: nn.Module) -> tuple[Posterior, Fingerprint, Ab
         raise FileError(f"{path} is damaged: {type(error).__name__}: {error}. Save the posterior again.") from error
 
 
-def _restored(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, About]:
+def _restore(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, About]:
     """Build the posterior from a state, each part after its values were checked."""
     numbers = ListOf(UNLIMITED, "n")
     fields = state.read(
@@ -111,10 +111,10 @@ def _restored(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, A
     return posterior, Fingerprint.of(model, before), about
 
 
-def _moved(state: State, device: torch.device) -> State:
+def _move_to(state: State, device: torch.device) -> State:
     """Return the state with its tensors on a device."""
     tensors = {name: tensor.to(device) for name, tensor in state.tensors.items()}
-    return replace(state, tensors=tensors, parts={name: _moved(part, device) for name, part in state.parts.items()})
+    return replace(state, tensors=tensors, parts={name: _move_to(part, device) for name, part in state.parts.items()})
 
 
 class _OtherModelError(ModelError):

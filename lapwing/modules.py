@@ -212,14 +212,14 @@ class ClosedForm(PosteriorModule):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if is_recording():
             refuse_training_mode(self.model)
-            return self._computed(inputs, named)
+            return self._compute(inputs, named)
         self.refuse_changed()
         given = inputs, named
         with nullcontext() if wants_slopes(given) else torch.no_grad():
-            results = isolate(lambda given: _as_tuple(self._computed(*given)), given)
+            results = isolate(lambda given: _as_tuple(self._compute(*given)), given)
         return results if self.returns == "moments" else results[0]
 
-    def _computed(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def _compute(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Return what was asked for, in the shape that the model returns."""
         features: list[Tensor] = []
         hook = lambda _, given: features.append(given[0])

@@ -129,7 +129,7 @@ class Table:
         """The names of the classes in the order of their numbers; nothing if they have none."""
         return self.given_classes or self.texts
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return what the table holds, in a line."""
         width = f"{len(self.inputs)} inputs" if self.source.has_columns else f"inputs {self.inputs[0]!r}"
         target = f", target {', '.join(self.targets)}" if self.targets else ""
@@ -284,7 +284,7 @@ class Reader:
         form = Form(self.size, dtype_of(self.model), takes_indices(self.model), self.labels)
         table = Table(kind(path, (*inputs, *targets)), inputs, targets, form, self.classes)
         self._refuse_unfit(table)
-        return Given(table, table.described(), table.rows, table.classes)
+        return Given(table, table.describe(), table.rows, table.classes)
 
     def _refuse_unfit(self, table: Table) -> None:
         """Raise unless the network takes the first rows, and has an output for each class that is a text."""

@@ -379,7 +379,7 @@ class Data:
             if batch.weights is not None:
                 self._note_weights(weighted, label)
             if share is not None and share.rows is not None and rows + batch.n_samples > share.rows:
-                batch = self._without_repeated(batch, rows, share)
+                batch = self._cut_repeated(batch, rows, share)
                 if not batch.n_samples:
                     continue
             rows += batch.n_samples
@@ -421,7 +421,7 @@ class Data:
     def _where(self, position: int) -> str:
         return f"batch {position}" if self.name == "data" else f"batch {position} of {self.name}"
 
-    def _without_repeated(self, batch: Batch, before: int, share: Share) -> Batch:
+    def _cut_repeated(self, batch: Batch, before: int, share: Share) -> Batch:
         """Return the last batch of a pass without the data that a DistributedSampler repeats after its part."""
         assert share.rows is not None
         if before + batch.n_samples > share.rows + share.repeated:

@@ -188,13 +188,13 @@ class Sketching:
             return
         of_inputs = torch.cat(self.sums)
         of_targets = _products(torch.cat(self.targets), 20_014).to(of_inputs) if self.targets else of_inputs * 0
-        of_inputs, of_targets = _mixed(of_inputs), _mixed(of_targets)
-        joint = _mixed(of_inputs + 31 * of_targets)
+        of_inputs, of_targets = _mix_bits(of_inputs), _mix_bits(of_targets)
+        joint = _mix_bits(of_inputs + 31 * of_targets)
         sums = [int((h & (TOTAL - 1)).sum()) for h in (joint, of_inputs)]
         self.totals = ((self.totals[0] + sums[0]) % TOTAL, (self.totals[1] + sums[1]) % TOTAL)
         self.sums, self.targets, self.waiting = [], [], 0
-        top = _shifted(of_inputs, 64 - INPUT_BITS)
-        marks = (top << (TARGET_BITS + 1)) | (_shifted(of_targets, 64 - TARGET_BITS) << 1)
+        top = _shift_right(of_inputs, 64 - INPUT_BITS)
+        marks = (top << (TARGET_BITS + 1)) | (_shift_right(of_targets, 64 - TARGET_BITS) << 1)
         self.parts.append(marks[top < self.limit].cpu())
         self.kept += len(self.parts[-1])
         if self.kept > 4 * TRAINING:
@@ -248,7 +248,7 @@ class Remark:
     text: str
     whole: bool
 
-    def refused(self) -> DataError:
+    def as_error(self) -> DataError:
         """Return the error for data of which all rows were used before."""
         return DataError(self.text)
 
@@ -256,7 +256,7 @@ class Remark:
 def row_marks(inputs: Any, count: int) -> Tensor | None:
     """Return a hash of the inputs of each sample, (n,); None where samples are not rows."""
     sums = _sums(inputs, count)
-    return None if sums is None else _mixed(sums.clone())
+    return None if sums is None else _mix_bits(sums.clone())
 
 
 def _sums(inputs: Any, count: int) -> Tensor | None:
@@ -304,14 +304,14 @@ def _pattern(seed: int, device: torch.device) -> Tensor:
     return (torch.randint(-(2**63), 2**63 - 1, (WIDTH,), generator=generator) | 1).to(device)
 
 
-def _mixed(h: Tensor) -> Tensor:
+def _mix_bits(h: Tensor) -> Tensor:
     """Return integers whose bits depend on all bits of h, one to one."""
-    h = (h ^ _shifted(h, 30)).mul_(-0x40A7B892E31B1A47)
-    h = h.bitwise_xor_(_shifted(h, 27)).mul_(-0x6B2FB644ECCEEE15)
-    return h.bitwise_xor_(_shifted(h, 31))
+    h = (h ^ _shift_right(h, 30)).mul_(-0x40A7B892E31B1A47)
+    h = h.bitwise_xor_(_shift_right(h, 27)).mul_(-0x6B2FB644ECCEEE15)
+    return h.bitwise_xor_(_shift_right(h, 31))
 
 
-def _shifted(h: Tensor, bits: int) -> Tensor:
+def _shift_right(h: Tensor, bits: int) -> Tensor:
     """Return h shifted to the right, with zeros from the left."""
     return (h >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 

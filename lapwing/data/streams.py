@@ -330,7 +330,7 @@ class InputStream:
     def __iter__(self) -> Iterator[Inputs]:
         """Yield the inputs of all batches in order."""
         waiting: list[Tensor] = []
-        for inputs in self._checked():
+        for inputs in self._check_inputs():
             if waiting and not (isinstance(inputs, Tensor) and _can_concat(waiting[-1], inputs)):
                 yield _concat(waiting)
                 waiting = []
@@ -347,7 +347,7 @@ class InputStream:
     def _move(self, t: Tensor) -> Tensor:
         return (t.detach() if t.requires_grad else t).to(self.device, non_blocking=True)
 
-    def _checked(self) -> Iterator[Inputs]:
+    def _check_inputs(self) -> Iterator[Inputs]:
         """Yield the inputs of all batches that have rows, on the device; raise if there are none."""
         empty = True
         items = ProgressBar(self.source, "predicting", visible=True) if self.progress else self.source

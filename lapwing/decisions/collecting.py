@@ -138,14 +138,14 @@ def grouped_rows(
     """
     members, count = RowGroups(groups), 0
 
-    def placed(predictive: Any, batch: LabelledBatch) -> Tensor:
+    def add_place(predictive: Any, batch: LabelledBatch) -> Tensor:
         nonlocal count
         values = number(predictive, batch, members.of(batch.inputs, len(batch.targets))).double().cpu()
         place = torch.arange(count, count + len(values), dtype=torch.float64)
         count += len(values)
         return torch.cat([values, place.unsqueeze(1)], 1)
 
-    rows, scoring = rows_of(posterior, data, placed, **keys)
+    rows, scoring = rows_of(posterior, data, add_place, **keys)
     whole = members.whole()
     return rows[:, :-1], None if whole is None else whole[rows[:, -1].long()], scoring
 
@@ -216,7 +216,7 @@ def refuse_reused(posterior: Fitted, data: RowSketch | None, name: str, of_input
     """
     for remark in _remarks(posterior, data, name, "The guarantee does not hold for such data.", of_inputs):
         if remark.whole:
-            raise remark.refused()
+            raise remark.as_error()
         warn_caller(remark.text)
 
 

@@ -396,7 +396,7 @@ class Evaluation:
         Of classes confidence and accuracy, of binary labels the probability and the frequency of one, and of numbers
         levels and coverages.
         """
-        return {name: _binned(found) for name, found in self.by_network.items()}
+        return {name: _bin_numbers(found) for name, found in self.by_network.items()}
 
     @cached_property
     def curve(self) -> dict[str, RiskCoverage]:
@@ -455,7 +455,7 @@ class Evaluation:
         return draw(self, ax=ax)
 
 
-def _binned(found: AnswerProbabilities | Residuals) -> Calibration:
+def _bin_numbers(found: AnswerProbabilities | Residuals) -> Calibration:
     if isinstance(found, AnswerProbabilities):
         return calibration(found.probability, found.true)
     levels = torch.tensor(LEVELS, dtype=torch.float64)

@@ -37,7 +37,7 @@ REASONS = {
     errno.EROFS: "the file system is read-only; choose another folder",
     errno.EACCES: "the folder or the file may not be written to; change its permissions or choose another folder",
     errno.EPERM: "the folder or the file may not be written to; change its permissions or choose another folder",
-    errno.ENOTDIR: "a part of the path is no folder; choose another path",
+    errno.ENOTDIR: "a part of the path is not a folder; choose another path",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
     errno.ELOOP: "its symbolic links point at each other; choose another path",
 }
@@ -84,7 +84,7 @@ def refuse_no_folder(target: Path) -> None:
     if not target.parent.exists():
         raise FileError(f"the folder {target.parent} does not exist; create it first.")
     if not target.parent.is_dir():
-        raise FileError(f"{target.parent} is no folder; choose another path.")
+        raise FileError(f"{target.parent} is not a folder; choose another path.")
 
 
 def _mode(target: Path) -> int | None:
@@ -232,9 +232,9 @@ def _read(file: BinaryIO, name: str) -> State:
     try:
         entries = parse_json(header.decode())
     except ValueError as error:
-        raise _UnreadableError(f"its header is no JSON ({error})") from error
+        raise _UnreadableError(f"its header is not JSON ({error})") from error
     if not isinstance(entries, dict):
-        raise _UnreadableError("its header is no JSON object")
+        raise _UnreadableError("its header is not a JSON object")
     metadata = entries.pop("__metadata__", None)
     places = _places(entries, size - 8 - length)
     if not isinstance(metadata, dict) or not isinstance(metadata.get("lapwing"), str):
@@ -242,7 +242,7 @@ def _read(file: BinaryIO, name: str) -> State:
     try:
         root = parse_json(metadata["lapwing"])
     except ValueError as error:
-        raise _ForeignError(f"its state is no JSON ({error})") from error
+        raise _ForeignError(f"its state is not JSON ({error})") from error
     seen = root.get("name") if isinstance(root, dict) else type(root).__name__
     if seen != name:
         raise _ForeignError(f"it has the format {seen!r:.80}; this version reads {name!r}")

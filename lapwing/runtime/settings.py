@@ -132,7 +132,7 @@ def is_array(value: object) -> bool:
 
 
 def is_data(value: object) -> bool:
-    """Return whether the value can hold batches: it has parts, and is no text, mapping, set, array, model or class.
+    """Return whether the value can hold batches: it has parts, and is not a text, mapping, set, array, model or class.
 
     An iterator has parts. ``Data`` refuses it and says why.
     """
@@ -638,7 +638,7 @@ class Stored:
     def from_state(cls, state: State, owner: Any = None) -> Any:
         """Build the value from its state."""
         refuse_undeclared(cls, has_owner=owner is not None)
-        names = _undeclared(cls, with_default=False)
+        names = _find_undeclared(cls, with_default=False)
         state = replace(state, known=replace(state.known, owner=owner))
         return cls(**{name: getattr(owner, name, owner) for name in names}, **values_from(cls, state))
 
@@ -679,7 +679,7 @@ def _in_files(cls: type) -> list[tuple[DataclassField[Any], str, Field]]:
     ]
 
 
-def _undeclared(cls: type, with_default: bool) -> list[str]:
+def _find_undeclared(cls: type, with_default: bool) -> list[str]:
     """Return the fields of a dataclass that are not declared: those with a default, or those without."""
     own = [each for each in fields(cls) if each.init and "stored" not in each.metadata]  # type: ignore[arg-type]
     has_default = lambda each: each.default is not MISSING or each.default_factory is not MISSING
@@ -688,7 +688,7 @@ def _undeclared(cls: type, with_default: bool) -> list[str]:
 
 def refuse_undeclared(cls: type, has_owner: bool) -> None:
     """Raise if a file could not hold a field: one that is not declared, and that no owner gives."""
-    names = _undeclared(cls, with_default=True) + ([] if has_owner else _undeclared(cls, with_default=False))
+    names = _find_undeclared(cls, with_default=True) + ([] if has_owner else _find_undeclared(cls, with_default=False))
     if names:
         raise UnsupportedError(
             f"{cls.__name__} has no file form, since nothing says what a file may hold for {', '.join(names)}. "

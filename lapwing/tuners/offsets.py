@@ -481,7 +481,7 @@ def _note_reuse(rows: KnownRows, data: Data, name: str, refuses: bool) -> Reused
     remarks = tuple(rows.remarks(sketch, name, REMEDY))
     for remark in remarks:
         if refuses and remark.whole:
-            raise remark.refused()
+            raise remark.as_error()
         warn_caller(remark.text)
     return Reused(rows.with_validation(sketch), tuple(remark.text for remark in remarks))
 

@@ -223,7 +223,7 @@ def test_texts_are_numbered_in_sorted_order_and_this_is_said(csv_file: Path) -> 
     table = Table(CsvFile(csv_file, ("a", "kind")), ("a",), ("kind",), FORM)
     assert table.classes == ("cat", "dog")
     assert torch.cat([y for _, y in table]).tolist() == [1, 0, 1]
-    assert table.described().endswith("t.csv: 3 rows, 1 inputs, target kind (0 = cat, 1 = dog)")
+    assert table.describe().endswith("t.csv: 3 rows, 1 inputs, target kind (0 = cat, 1 = dog)")
     given = Table(CsvFile(csv_file, ("a", "kind")), ("a",), ("kind",), FORM, ("dog", "bird", "cat"))
     assert torch.cat([y for _, y in given]).tolist() == [0, 2, 0]
     wrong = Table(CsvFile(csv_file, ("a", "kind")), ("a",), ("kind",), FORM, ("dogs", "cat"))

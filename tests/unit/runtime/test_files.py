@@ -131,7 +131,7 @@ def test_a_link_stays_a_link(path: Path, tmp_path: Path) -> None:
 def test_places_that_cannot_be_written(path: Path, tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"nowhere does not exist; create it first"):
         write_atomically(tmp_path / "nowhere" / "net", NEW)
-    with pytest.raises(FileError, match="is no folder"):
+    with pytest.raises(FileError, match="is not a folder"):
         write_atomically(path / "net", NEW)
     with pytest.raises(FileError, match="is a folder or a device"):
         write_atomically(tmp_path, NEW)
