@@ -19,7 +19,6 @@ from lapwing.demo.tasks import (
     Bands,
     Diabetes,
     Digits,
-    draw_bands,
     draw_curves,
     draw_overview,
     run_bands,
