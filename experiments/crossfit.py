@@ -37,7 +37,8 @@ class Crossfitting:
     """Settings: which tasks, and how many seeds, each another draw of the rows and of the networks.
 
     Rules: "plain", "default" and "ensemble" train on all rows; "temperature=", "validation=" and "ensemble,
-    temperature=" hold out a fifth of them, 200 at most; "sibling", "crossfit", "mixture" and "CV+" hold out none.
+    temperature=" hold out a fifth of them, 200 at most; "sibling", "crossfit", "mixture" and "CV+" hold out none, and
+    nor does "sibling()", which trains a copy of the network without the recipe of the task.
     Temperatures are those of ``lw.tuners.Integrate``; for regressions they refit the noise.
     """
 
@@ -141,12 +142,13 @@ class Run:
             "temperature=": (rescaled, 0, 1),
             "validation=": (lambda: fit(part, rest, validation=self.held_out), 0, 1),
             "sibling": (lambda: fit(net, self.train, validation=lw.sibling(self.network)), 1, 1),
+            "sibling()": (lambda: fit(net, self.train, validation=lw.sibling()), 1, 1),
             "crossfit": (crossfit, self.folds, 1),
         }
         found: dict[str, tuple[Any, float, float, float]] = {}
         folds_seconds = lambda used: sum(seconds for (_, seed), (_, seconds) in self.trained.items() if seed < used)
         for rule, (work, trainings, networks) in works.items():
-            start, known = time.process_time(), folds_seconds(int(trainings))
+            start, known = time.process_time(), folds_seconds(int(trainings) if rule != "sibling()" else 0)
             result = work()
             found[rule] = result, trainings, networks, time.process_time() - start + known
         crossed, trainings, _, seconds = found["crossfit"]

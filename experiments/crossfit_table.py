@@ -19,7 +19,7 @@ APART = 0.005  # nats that count as a difference
 LEVEL = 0.95
 Rules = Mapping[str, Mapping[str, float]]  # rule -> score -> value
 Runs = Mapping[str, Rules]  # of a task and seed
-JUDGED = ("temperature=", "validation=", "ensemble, temperature=", "sibling", "crossfit", "mixture")
+JUDGED = ("temperature=", "validation=", "ensemble, temperature=", "sibling", "sibling()", "crossfit", "mixture")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -179,7 +179,7 @@ def goals(kinds: Mapping[str, Runs]) -> Iterator[str]:
         runs = kinds[kind]
         if not runs:
             continue
-        for rule in ("crossfit", "sibling"):
+        for rule in ("crossfit", "sibling", "sibling()"):
             values = gaps(runs, rule, "NLL")
             share = sum(v > APART for v in values.values()) / len(values)
             yield line(f"{kind}, {rule}: share of runs worse than plain by {APART}, at most 0.02", share, share <= 0.02)

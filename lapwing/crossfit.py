@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from lapwing.api import STEPS, FitInProgress, average
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, merge_batches
-from lapwing.data.processes import ALONE
-from lapwing.decisions.evaluation import Evaluation, evaluation_of_parts
+from lapwing.data.processes import ALONE, Processes, in_all_processes
+from lapwing.decisions.evaluation import Evaluation, evaluation_of_parts, plain_of
 from lapwing.decisions.guarantees import PredictionSets, class_scores, conformal_rank, row_shares
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
@@ -26,9 +27,11 @@ from lapwing.folds import (
     Trainer,
     TrainFunction,
     Training,
+    copied_recipe,
     scored_rows,
     split_findings,
     splits_of,
+    unrepeatable,
 )
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.base import Method, OverNetworks
@@ -53,6 +56,11 @@ from lapwing.tuners.mixing import (
 )
 from lapwing.tuners.offsets import WIDTHS, HeldOutputs, learn_offset, with_findings
 
+if TYPE_CHECKING:
+    from lapwing.report.page import Report
+
+QUICK = 1.0  # seconds of a training up to which one is repeated, to see whether it can be
+ABOVE = 1.1  # ratio of the training losses of a copy and of the network from which it is worth a remark
 FINAL = "all rows"  # the name of the training without folds
 HARDER = 2.0  # standard errors by which held-out rows must be harder than training rows, or rows may be ignored
 
@@ -61,8 +69,9 @@ HARDER = 2.0  # standard errors by which held-out rows must be harder than train
 @outside_autocast
 @with_inner_progress
 @torch.inference_mode(False)
+@in_all_processes
 def crossfit(
-    train_fn: TrainFunction,
+    train_fn: TrainFunction | None,
     data: Any,
     likelihood: Likelihood | str,
     *,
@@ -79,6 +88,7 @@ def crossfit(
     output: str | int | tuple[str | int, ...] | None = None,
     seed: int = 0,
     progress: bool | None = None,
+    process_group: Any = None,
 ) -> CrossFit:
     """Fit a posterior around a network trained on all rows, calibrated without giving up any of them.
 
@@ -108,6 +118,8 @@ def crossfit(
         output: As for ``fit``.
         seed: Of the folds; network k is trained with the seed ``seed + k``, and that of all rows with the next one.
         progress: Whether to show progress bars; None shows them on a terminal.
+        process_group: The processes that share the trainings, such as ``torch.distributed.group.WORLD``. Each calls
+            ``crossfit`` with all data and the same arguments, and gets the same result.
 
     Returns:
         A ``CrossFit``: ``posterior`` for use, ``out_of_fold`` predictions for an honest report without a test set,
@@ -133,7 +145,7 @@ def crossfit(
     >>> crossed.posterior.predict(x[:4]).std.shape, len(crossed.folds)
     (torch.Size([4, 1]), 3)
     """
-    FUNCTION.check("train_fn", train_fn)
+    (FUNCTION | NONE if model is not None else FUNCTION).check("train_fn", train_fn)
     integer().check("workers", workers)
     integer(0).check("seed", seed)
     (PATH | NONE).check("folder", folder)
@@ -147,26 +159,47 @@ def crossfit(
     rows = Rows.of(data, target_key, dtype)
     splits = splits_of(rows, folds, groups, order, seed)
     findings = split_findings(rows, splits)
-    if folder is not None:
-        Path(folder).mkdir(exist_ok=True)
-    shown = should_show_progress(progress)
-    trainer = Trainer(train_fn, model, None if folder is None else Path(folder), rows.digest(), workers, shown)
-    trainings = [Training(f"fold {k}", split.training, seed + k) for k, split in enumerate(splits)]
-    if model is None:
-        trainings.append(Training(FINAL, torch.arange(len(rows)), seed + len(splits)))
-    networks = trainer.run(trainings)
-    final = networks.pop() if model is None else model
     given = (likelihood, weights, prior, target_key, output)
     fit = lambda network, source: _fit_by_evidence(network, source, chosen, method is None, *given)
-    own = fit(final, data)
+    own = None if model is None else fit(model, data)  # before the trainings: it may be refused
+    is_copied = train_fn is None
+    if train_fn is None:
+        assert own is not None
+        train_fn = copied_recipe(own.posterior, rows)
+    if folder is not None:
+        Path(folder).mkdir(exist_ok=True)
+    processes = Processes.of(process_group)
+    shown = should_show_progress(progress) and processes.is_main_process
+    place = None if folder is None else Path(folder)
+    trainer = Trainer(train_fn, model, place, rows.digest(), workers, processes, shown)
+    trainings = [Training(f"fold {k}", split.training, seed + k) for k, split in enumerate(splits)]
+    if own is None:
+        trainings.append(Training(FINAL, torch.arange(len(rows)), seed + len(splits)))
+    start = time.perf_counter()
+    networks = trainer.run(trainings)
+    is_quick = (time.perf_counter() - start) / len(trainings) < QUICK
+    if rows.digest() != Rows.of(data, target_key, dtype).digest():
+        raise DataError("train_fn changed the data; expected it to leave them as they are, and to change a copy.")
+    if is_quick and workers == 1 and folder is None:
+        others = networks[1] if model is None else model
+        findings = (*findings, *unrepeatable(train_fn, trainings[0], networks[0], others))
+    own = fit(networks.pop(), data) if own is None else own
     parts = []
     for split, network in zip(splits, networks, strict=True):
         split = Split(split.training, scored_rows(rows, split))
         if len(split.held_out):
             parts.append((split, fit(network, rows.take(split.training)), rows.take(split.held_out)))
+    if is_copied and (loss := _mean_loss(parts[0][1])) > ABOVE * _mean_loss(own):
+        findings = (*findings, f"the copy has the training loss {loss:.3g}, and the network {_mean_loss(own):.3g}: it "
+                    "is less fitted to its rows. Give the recipe: lw.sibling(train_fn).")  # fmt: skip
     if not parts:
         raise DataError("no held-out row has a class that its training rows have; expected folds with every class.")
     return _calibrate(own, parts, rows, findings, keeps_prior=prior is not None)
+
+
+def _mean_loss(posterior: Fitted) -> float:
+    statistics = posterior.posterior.statistics
+    return statistics.loss / statistics.data
 
 
 def _fit_by_evidence(
@@ -225,6 +258,11 @@ class CrossFit:
         return torch.cat([fold.held_out for fold in self.folds])
 
     @cached_property
+    def targets(self) -> Tensor:
+        """The targets of ``rows``, to compare with ``out_of_fold``."""
+        return torch.cat([_targets(fold) for fold in self.folds])
+
+    @cached_property
     def out_of_fold(self) -> Any:
         """The predictive of every row by the network that has not seen it, in the order of ``rows``."""
         predictives = [fold.posterior.predict([_inputs(fold.data, fold.posterior)]) for fold in self.folds]
@@ -249,11 +287,37 @@ class CrossFit:
             resamples: The number of resampled data sets.
             generator: Source of randomness; a fixed seed if None.
         """
-        parts = [(fold.posterior, fold.data) for fold in self.folds]
         return evaluation_of_parts(
-            parts, level=level, confidence=confidence, resamples=resamples, target_key=None, progress=False,
+            self._parts, level=level, confidence=confidence, resamples=resamples, target_key=None, progress=False,
             generator=generator,
         )  # fmt: skip
+
+    def report(
+        self, path: str | Path, *, title: str | None = None, level: float = 0.95, resamples: int = 1000,
+        command: str | None = None, date: str | None = None,
+    ) -> Report:  # fmt: skip
+        """Write the page of ``Fitted.report`` from predictions out of fold: an honest report without a test set.
+
+        Numbers of inputs are places in ``rows``.
+
+        Args:
+            path: As for ``Fitted.report``, and so are all others.
+            title: As there.
+            level: As there.
+            resamples: As there.
+            command: As there.
+            date: As there.
+        """
+        from lapwing.report.page import write_report
+
+        return write_report(
+            self.posterior, self._parts, path, title=title, level=level, resamples=resamples, seed=None,
+            command=command, date=date, target_key=None, progress=False,
+        )  # fmt: skip
+
+    @property
+    def _parts(self) -> list[tuple[Fitted, Any]]:
+        return [(fold.posterior, fold.data) for fold in self.folds]
 
     def interval(self, x: Inputs, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Return intervals (B, C) each, around the networks of the folds, by CV+ (Barber et al. 2021).
@@ -331,7 +395,7 @@ class CrossFit:
 class Sibling:
     """Held-out data for ``fit`` from a further training; see ``sibling``."""
 
-    train_fn: TrainFunction
+    train_fn: TrainFunction | None = None
     share: float = 0.2
     groups: Sequence[Any] | None = None
     seed: int = 0
@@ -344,7 +408,7 @@ class Sibling:
 
 
 def sibling(
-    train_fn: TrainFunction, *, share: float = 0.2, groups: Sequence[Any] | None = None, seed: int = 0
+    train_fn: TrainFunction | None = None, *, share: float = 0.2, groups: Sequence[Any] | None = None, seed: int = 0
 ) -> Sibling:
     """Return held-out data for ``fit(..., validation=...)`` from one further training: the cheap form of ``crossfit``.
 
@@ -370,7 +434,7 @@ def sibling(
     >>> bool(posterior.predict(x).std.mean() < 0.2)
     True
     """
-    FUNCTION.check("train_fn", train_fn)
+    (FUNCTION | NONE).check("train_fn", train_fn)
     Rule("a number above 0 and at most 0.5", lambda v: is_real(v) and 0 < v <= 0.5).check("share", share)
     integer(0).check("seed", seed)
     return Sibling(train_fn, share, groups, seed)
@@ -555,9 +619,9 @@ def _targets(fold: Fold) -> Tensor:
 
 
 def _means(fold: Fold, x: Inputs) -> Tensor:
-    """Return the means of a fold at new inputs, (B, C)."""
-    mean: Tensor = fold.posterior.predict(x).mean
-    return mean.double()
+    """Return the outputs of the network of a fold at new inputs, (B, C)."""
+    mean: Tensor = replace(fold.posterior, posterior=plain_of(fold.posterior)).predict(x).mean
+    return mean.detach().double()
 
 
 def _residuals(fold: Fold) -> Tensor:

@@ -773,8 +773,8 @@ class Fitted:
         from lapwing.report.page import write_report
 
         return write_report(
-            self, data, path, title=title, level=level, resamples=resamples, seed=seed, command=command, date=date,
-            target_key=target_key, progress=progress,
+            self, [(self, data)], path, title=title, level=level, resamples=resamples, seed=seed, command=command,
+            date=date, target_key=target_key, progress=progress,
         )  # fmt: skip
 
     @outside_autocast

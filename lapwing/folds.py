@@ -24,10 +24,14 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from lapwing.data.batches import Data, is_pair, to_batch
 from lapwing.data.inputs import Batch, SampleRows, n_rows, named_leaves, take
 from lapwing.data.known_rows import row_marks
+from lapwing.data.processes import Processes
 from lapwing.data.samples import Weighted
 from lapwing.errors import DataError, FileError, LapwingError, ModelError, UnsupportedError
-from lapwing.networks.forward import extract_network
+from lapwing.likelihoods.base import weighted_count, weighted_loss
+from lapwing.networks.forward import extract_network, raw_output, with_output_dim
+from lapwing.posteriors.base import Posterior
 from lapwing.runtime import files
+from lapwing.runtime.memory import chunks
 from lapwing.runtime.settings import State, describe, is_integer
 from lapwing.runtime.threads import ProgressBar
 
@@ -40,6 +44,9 @@ COPIES = 0.1  # share of near-copies from which it is worth a remark
 UNEQUAL = 2.0  # ratio of the sizes of two folds from which it is worth a remark
 ERRORS = 4.0  # standard errors by which the frequency of a class in a fold may differ
 CHECKPOINT = "lapwing-fold"
+RATE, BATCH = 1e-3, 32  # of Adam, for copies of a network
+PART = 0.1  # of the distance between networks of different rows, up to which two networks are the same
+EPOCHS, PATIENCE, PROGRESS = 600, 60, 0.01  # at most; without this progress of the loss a copy ends
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +89,8 @@ class Rows:
             numbers += sum(t.numel() for t in flat)
             if flat and numbers <= POINTS:
                 points.append(torch.cat(flat, 1))
-        hashed = None if any(each is None for each in marks) else torch.cat([m for m in marks if m is not None])
+        known = [m for m in marks if m is not None]
+        hashed = torch.cat(known) if len(known) == len(marks) and reading.is_repeatable() else None
         kept = torch.cat(points) if len(points) == len(targets) and len({p.shape[1] for p in points}) == 1 else None
         return cls(source, torch.cat(targets), hashed, kept)
 
@@ -332,6 +340,55 @@ def _share_of_copies(rows: Rows, splits: Sequence[Split]) -> float:
     return float(((near / tenth)[usable].pow(dimension) < 1 - (1 - NEAR) ** (1 / 9)).double().mean())
 
 
+def copied_recipe(posterior: Posterior, rows: Rows) -> TrainFunction:
+    """Return a recipe that trains copies of a network, until they fit their rows as well as it fits all.
+
+    The entries of each weight tensor are shuffled, and statistics of norms forgotten.
+    """
+    problem, statistics = posterior.problem, posterior.statistics
+    network, likelihood = problem.network, problem.likelihood
+    enough = statistics.loss / statistics.data
+
+    def train_fn(numbers: Tensor, seed: int) -> nn.Module:
+        model = copy.deepcopy(network.model)
+        weights = [p for p in model.parameters() if p.requires_grad]
+        for each in weights:
+            each.data = each.data.flatten()[torch.randperm(each.numel())].view_as(each)
+        for module in model.modules():
+            if (reset := getattr(module, "reset_running_stats", None)) is not None:
+                reset()
+        optimiser = torch.optim.Adam(weights, RATE)
+
+        def epoch(order: Tensor, train: bool) -> float:
+            model.train(train)
+            total, count = 0.0, 0.0
+            for batch in network.read_data(rows.take(order)).batches("training a copy", weighted=True):
+                for part in chunks(batch.n_samples, 1, network.device, most=BATCH if train else None):
+                    f = with_output_dim(raw_output(model, network.take(batch.inputs, part), output=network.output))
+                    y = likelihood.targets(f, batch.targets[part])
+                    loss = weighted_loss(likelihood, f, y, batch.weights_of(part)).sum()
+                    known = weighted_count(likelihood, f, y, batch.weights_of(part))
+                    if train:
+                        optimiser.zero_grad()
+                        (loss / known).backward()
+                        optimiser.step()
+                    total, count = total + float(loss.detach()), count + float(known)
+            return total / count
+
+        best, since = math.inf, 0
+        for _ in range(EPOCHS):
+            epoch(numbers[torch.randperm(len(numbers))], True)
+            with torch.no_grad():
+                value = epoch(numbers, False)
+            since = 0 if value < (1 - PROGRESS) * best else since + 1
+            best = min(best, value)
+            if value <= enough or since >= PATIENCE:
+                break
+        return model.eval()
+
+    return train_fn
+
+
 @dataclass(frozen=True)
 class Training:
     """One network to train: its name, the rows and the seed."""
@@ -350,7 +407,8 @@ class Trainer:
         template: A network of the same form, into whose copy weights are read; needed for checkpoints.
         folder: Where the checkpoints are.
         data: A hash of the data, for the checkpoints.
-        workers: How many networks are trained at a time.
+        workers: How many networks are trained at a time, by each of the ``processes``.
+        processes: Those that share the trainings.
         progress: Whether to show progress.
     """
 
@@ -359,26 +417,39 @@ class Trainer:
     folder: Path | None
     data: str
     workers: int
+    processes: Processes
     progress: bool
 
     def run(self, trainings: Sequence[Training]) -> list[nn.Module]:
         """Return the trained networks; those with a checkpoint are read. A failure is raised after all others ended."""
-        found = {training: self._read(training) for training in trainings}
-        missing = [training for training, model in found.items() if model is None]
-        failures: dict[str, LapwingError] = {}
-        bar = ProgressBar(self._outcomes(missing), "training folds", self.progress, first=len(found) - len(missing))
+        found: dict[str, nn.Module | LapwingError] = {}
+        for training in trainings:
+            model = self._read(training)
+            if self.processes.all_true(model is not None):
+                assert model is not None
+                found[training.name] = model
+        missing = [training for training in trainings if training.name not in found]
+        own = missing[self.processes.rank :: self.processes.size]
+        bar = ProgressBar(self._outcomes(own), "training folds", self.progress, first=len(trainings) - len(missing))
+        sent: dict[str, Sent] = {}
         for training, outcome in bar:
-            if isinstance(outcome, LapwingError):
-                failures[training.name] = outcome
-                continue
-            found[training] = outcome
-            self._write(training, outcome)
-        if failures:
-            kept = "" if self.folder is None else f" The others are kept in {self.folder}: call again to go on."
-            kept = kept or " With folder=... a repeated call goes on from the others."
-            first = next(iter(failures.values()))
-            raise type(first)(f"{first}{kept}") from first.__cause__
-        models = [model for model in found.values() if model is not None]
+            found[training.name] = outcome
+            if not isinstance(outcome, LapwingError):
+                self._write(training, outcome)
+            if not self.processes.is_single_process:
+                sent[training.name] = _packed(outcome, training, self.template is not None)
+        for others in self.processes.gather_values(sent):
+            for name, packed in others.items():
+                if name not in found:
+                    found[name] = _unpacked(packed, name, self.template)
+        outcomes = [found[training.name] for training in trainings]
+        models = [outcome for outcome in outcomes if not isinstance(outcome, LapwingError)]
+        for failure in outcomes:
+            if isinstance(failure, LapwingError):
+                kept = "With folder=... a repeated call goes on from the others."
+                if self.folder is not None:
+                    kept = f"The others are kept in {self.folder}: call again to go on."
+                raise type(failure)(f"{failure} {kept}") from failure.__cause__
         _refuse_same(trainings, models)
         return models
 
@@ -459,8 +530,8 @@ def undisturbed_state(training: Training) -> Iterator[None]:
             if numpy is not None:
                 numpy.random.set_state(before[1])
             changed = [name for name, value in _settings().items() if value != settings[name]]
-            torch.set_default_dtype(settings["default dtype"])
-            torch.use_deterministic_algorithms(settings["deterministic algorithms"])
+            for name in changed:
+                SETTINGS[name][1](settings[name])
     if changed:
         raise UnsupportedError(
             f"train_fn changed {', '.join(changed)} of torch for the whole program, which was set back; expected it to "
@@ -468,11 +539,16 @@ def undisturbed_state(training: Training) -> Iterator[None]:
         )
 
 
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {  # how to read and to set each
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+}
+
+
 def _settings() -> dict[str, Any]:
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-    }
+    return {name: read() for name, (read, _) in SETTINGS.items()}
 
 
 def _refuse_same(trainings: Sequence[Training], models: Sequence[nn.Module]) -> None:
@@ -490,6 +566,26 @@ def _same_weights(one: nn.Module, other: nn.Module) -> bool:
     weights = [[p for p in model.parameters() if p.requires_grad] for model in (one, other)]
     return len(weights[0]) == len(weights[1]) > 0 and all(
         a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu())) for a, b in zip(*weights, strict=True)
+    )
+
+
+def unrepeatable(train_fn: TrainFunction, training: Training, model: nn.Module, other: nn.Module) -> tuple[str, ...]:
+    """Return a remark if a second training of the same rows and seed gives another network than the first.
+
+    It does if they differ by more than a part of what the network differs by from one of other rows.
+    """
+    again = _attempt(train_fn, training)
+    if isinstance(again, LapwingError):
+        raise again
+    weights = [torch.cat([p.detach().cpu().flatten().double() for p in m.parameters()]) for m in (model, again, other)]
+    if (
+        len({len(w) for w in weights}) == 1
+        and (weights[0] - weights[1]).norm() <= PART * (weights[0] - weights[2]).norm()
+    ):
+        return ()
+    return (
+        "train_fn returned another network when it was called again with the same rows and seed: a repeated call will "
+        "give another result. Draw all random numbers from the seed, or from the global generators.",
     )
 
 
@@ -517,7 +613,11 @@ def _in_processes(
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
                 training, process = running.pop(ready)
-                yield training, _received(ready, training, template)
+                try:
+                    yield training, _unpacked(ready.recv(), training.name, template)
+                except EOFError:
+                    yield training, ModelError(f"{training.name}: the process that trained it ended without a result.")
+                ready.close()
                 process.join()
     finally:
         for _, process in running.values():
@@ -525,37 +625,34 @@ def _in_processes(
 
 
 def _work(pipe: Connection, train_fn: TrainFunction, training: Training, weights_alone: bool, threads: int) -> None:
-    """Train one network in a process, and send it: its weights alone, or the network itself."""
+    """Train one network in a process, and send it."""
     torch.set_num_threads(threads)
-    outcome = _attempt(train_fn, training)
-    buffer = io.BytesIO()
+    pipe.send(_packed(_attempt(train_fn, training), training, weights_alone))
+
+
+Sent = tuple[type[LapwingError] | None, str, bytes]  # an error and its words, or a network
+
+
+def _packed(outcome: nn.Module | LapwingError, training: Training, weights_alone: bool) -> Sent:
+    """Return what is sent to another process: the weights alone, or the network itself."""
     if isinstance(outcome, LapwingError):
-        pipe.send((type(outcome), str(outcome), b""))
-        return
+        return type(outcome), str(outcome), b""
+    buffer = io.BytesIO()
     try:
         torch.save(outcome.state_dict() if weights_alone else outcome, buffer)
     except Exception as error:
-        words = (
-            f"{training.name}: the network cannot be sent between processes ({error}). Use workers=1, or give model."
-        )
-        pipe.send((ModelError, words, b""))
-        return
-    pipe.send((None, "", buffer.getvalue()))
+        words = f"the network cannot be sent between processes ({error}). Use workers=1, or give model."
+        return ModelError, f"{training.name}: {words}", b""
+    return None, "", buffer.getvalue()
 
 
-def _received(pipe: Connection, training: Training, template: nn.Module | None) -> nn.Module | LapwingError:
-    """Return what a process sent."""
-    try:
-        kind, words, content = pipe.recv()
-    except EOFError:
-        return ModelError(f"{training.name}: the process that trained it ended without a result.")
-    finally:
-        pipe.close()
+def _unpacked(sent: Sent, name: str, template: nn.Module | None) -> nn.Module | LapwingError:
+    kind, words, content = sent
     if kind is not None:
         failure: LapwingError = kind(words)
         return failure
-    sent = torch.load(io.BytesIO(content), weights_only=template is not None)
-    return sent if template is None else _with_weights(template, sent, training.name)
+    trained = torch.load(io.BytesIO(content), weights_only=template is not None)
+    return trained if template is None else _with_weights(template, trained, name)
 
 
 def _ordered_hash(values: Tensor) -> int:

@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +18,7 @@ import torch
 
 from lapwing import plots
 from lapwing.decisions.collecting import json_values
-from lapwing.decisions.evaluation import Compared, Evaluation
+from lapwing.decisions.evaluation import Compared, Evaluation, evaluation_of_parts
 from lapwing.errors import LapwingError, UnsupportedError
 from lapwing.plots import (
     COLOURS,
@@ -223,18 +223,22 @@ SEED = Rule("an integer, or None", lambda v: v is None or is_integer(v))
 
 
 def write_report(
-    posterior: Fitted, data: Iterable[object], path: str | Path, *, title: str | None, level: float, resamples: int,
-    seed: int | None, command: str | None, date: str | None, target_key: str | None, progress: bool | None,
+    posterior: Fitted, parts: Sequence[tuple[Fitted, Iterable[object]]], path: str | Path, *, title: str | None,
+    level: float, resamples: int, seed: int | None, command: str | None, date: str | None, target_key: str | None,
+    progress: bool | None,
 ) -> Report:  # fmt: skip
-    """Write the page of a posterior and return it; see ``Fitted.report``."""
+    """Write the page of a posterior, judged by posteriors each on its own data; see ``Fitted.report``."""
     PATH.check("path", path)
     for name, text in (("title", title), ("command", command), ("date", date)):
         TEXT.check(name, text)
     SEED.check("seed", seed)
     template()  # nothing is computed if a package is missing, or a folder
     refuse_no_folder(Path(path).resolve())
-    evaluation = posterior.evaluate(data, level=level, resamples=resamples, target_key=target_key, progress=progress)
-    looked = find_uncertain_inputs(posterior, data, target_key, progress)
+    evaluation = evaluation_of_parts(
+        parts, level=level, confidence=0.95, resamples=resamples, target_key=target_key, progress=progress,
+        generator=None,
+    )  # fmt: skip
+    looked = find_uncertain_inputs(parts, target_key, progress)
     heading = title or f"Error bars of {type(posterior.network.model).__name__}"
     return write_page(posterior, evaluation, looked, Path(path), PageDetails(heading, seed, command, date))
 

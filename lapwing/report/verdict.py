@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -326,15 +326,16 @@ class UncertainInputs:
 
 
 def find_uncertain_inputs(
-    posterior: Fitted, data: Iterable[object], target_key: str | None, progress: bool | None
+    parts: Sequence[tuple[Fitted, Iterable[object]]], target_key: str | None, progress: bool | None
 ) -> UncertainInputs:
-    """Return the most uncertain of the first 2,000 inputs. Cost: their predictions."""
+    """Return the most uncertain of the first 2,000 inputs of posteriors, each on its own data. Cost: predictions."""
     rows: list[UncertainInput] = []
     line: list[tuple[Tensor, Tensor]] = []
     count, measure, column = 0, "", ""
     with torch.no_grad():
-        source = source_of(posterior.network, data, "data", target_key, progress)
-        for batch in batches_of(posterior.network, source):
+        sources = ((each, source_of(each.network, data, "data", target_key, progress)) for each, data in parts)
+        batches = ((each, batch) for each, source in sources for batch in batches_of(each.network, source))
+        for posterior, batch in batches:
             each = label_batch(posterior, batch, "data")
             predictive = posterior.posterior.predict(each.inputs)
             measure, column, uncertainty = _uncertainty(predictive)

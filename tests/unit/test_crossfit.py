@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.crossfit import CrossFit, Pool
 from lapwing.errors import DataError, FileError, ModelError, UnsupportedError
-from lapwing.folds import Rows, split_findings, splits_of
+from lapwing.folds import Rows, copied_recipe, split_findings, splits_of
 from tests.tolerances import SOLVED, assert_close, least_hits
 
 D = torch.float64
@@ -203,6 +203,64 @@ def test_a_sibling_stands_for_validation_data() -> None:
             lw.sibling(recipe(x, y), share=bad)
 
 
+@pytest.mark.parametrize("task", LIKELIHOODS)
+def test_a_sibling_without_a_recipe_is_a_copy_that_fits_its_rows_as_well(task: str) -> None:
+    x = inputs()
+    y = LIKELIHOODS[task](x)
+    net = trained(x, y, 10)
+    before = copy.deepcopy(net.state_dict())
+    posterior = lw.fit(net, (x, y), task, method=lw.Diagonal(), validation=lw.sibling())
+    assert posterior.trace is not None
+    assert posterior.trace.tuner == "crossfit"
+    assert posterior.network.model is net
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    plain = lw.fit(net, (x, y), task, method=lw.Diagonal(), prior=1.0)
+    copied = copied_recipe(plain.posterior, Rows.of((x, y), None, D))(torch.arange(90), 0)
+    loss = nn.functional.mse_loss if task == "regression" else nn.functional.cross_entropy
+    with torch.no_grad():
+        reached, enough = float(loss(copied(x[:90]), y[:90])), float(loss(net(x), y))
+    assert reached <= enough
+    assert "the copy has the training loss" not in posterior.summary()
+    longer = lw.fit(trained(x, y, 300), (x, y), task, method=lw.Diagonal(), validation=lw.sibling())
+    assert "the copy has the training loss" in longer.summary()
+    assert not torch.allclose(copied[0].weight, net[0].weight)
+
+
+def test_a_page_shows_predictions_out_of_fold(tmp_path: Path) -> None:
+    result = crossed("classification")
+    assert torch.equal(result.targets, labels(inputs())[result.rows])
+    page = result.report(tmp_path / "page.html", resamples=20)
+    shown = page.numbers["evaluation"]
+    assert shown["inputs"] == N
+    assert shown["scores"]["nll"]["posterior"]["value"] == pytest.approx(
+        -float(result.out_of_fold.log_prob(result.targets).mean()), rel=1e-6
+    )
+
+
+def test_recipes_that_cannot_be_repeated_or_change_data_are_noticed() -> None:
+    x = inputs(60)
+    y = labels(x)
+    unseeded = torch.Generator().manual_seed(0)
+
+    def differs(rows: Tensor, seed: int) -> nn.Module:
+        net = trained(x[rows], y[rows], 5)
+        net[0].weight.data += torch.randn(40, 3, dtype=D, generator=unseeded)
+        return net
+
+    settings: dict[str, Any] = {"folds": 2, "method": lw.Diagonal()}
+    said = lw.crossfit(differs, (x, y), "classification", **settings).findings
+    assert any("another network when it was called again" in finding for finding in said)
+    said = lw.crossfit(recipe(x, y, 5), (x, y), "classification", **settings).findings
+    assert not any("called again" in finding for finding in said)
+
+    def standardises(rows: Tensor, seed: int) -> nn.Module:
+        x.div_(2.0)
+        return trained(x[rows], y[rows], 5)
+
+    with pytest.raises(DataError, match="train_fn changed the data"):
+        lw.crossfit(standardises, (x, y), "classification", **settings)
+
+
 def test_seeds_and_processes_fix_the_result() -> None:
     """Whatever was drawn before, in this process or in others; nothing outside is disturbed."""
     x = inputs(60)
@@ -257,6 +315,10 @@ def wrong_recipes() -> Iterator[tuple[str, Any, type[Exception], str]]:
         torch.set_default_dtype(D)
         return trained(x[rows], y[rows], 3)
 
+    def changes_threads(rows: Tensor, seed: int) -> nn.Module:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        return trained(x[rows], y[rows], 3)
+
     yield "the same object", lambda rows, seed: good, ModelError, "the same network for fold 0 and fold 1"
     yield "the same weights", lambda rows, seed: copy.deepcopy(good), ModelError, "the same network for fold 0 and"
     yield (
@@ -271,6 +333,7 @@ def wrong_recipes() -> Iterator[tuple[str, Any, type[Exception], str]]:
         ModelError,
         "fold 0: train_fn returned a NoneType; expected the trained",
     )
+    yield "threads", changes_threads, UnsupportedError, "fold 0: train_fn changed number of threads of torch"
     yield "another dtype", changes_dtype, UnsupportedError, "fold 0: train_fn changed default dtype of torch"
     yield "not a function", good, UnsupportedError, "train_fn is .*; expected a function"
 
