@@ -100,7 +100,7 @@ class Curvature:
     def missing_trace(self, phi: Tensor, prior: BoundPrior) -> Tensor | None:
         """Return the share of each weight, (P,), in what ``logdet`` adds for curvature that the structure leaves out.
 
-        None if it adds nothing, and is no bound.
+        None if it adds nothing, and is not a bound.
         """
         return None
 
@@ -146,7 +146,7 @@ def layer_numbers(selection: Selection) -> tuple[list[str], Tensor]:
 
 
 def floor_by_layer(values: Tensor, selection: Selection) -> Tensor:
-    """Apply ``floored`` to each layer separately: values (P,) in the order of theta, selected weights only."""
+    """Apply ``floor_values`` to each layer by itself: values (P,) in the order of theta, selected weights only."""
     names, numbers = layer_numbers(selection)
     numbers, raised = numbers.to(values.device), values.clone()
     for number in range(len(names)):

@@ -196,23 +196,15 @@ class BlockwiseCurvature(Curvature):
         return replace(self, blocks=tuple(first.sum_with(rest, weights) for first, *rest in columns))
 
     def precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
-        if self.selection.index is not None:
-            return self._subnetwork_precision(phi, prior)
+        if self.selection.index is not None:  # entries that are not selected get no variance
+            values = self.plain_diagonal()
+            return _diagonal_precision(values / phi.to(values) + prior.vector.to(values), self.layout, self.selection)
         priors = [prior.on(block) for block in self.layout]
         pairs = zip(self.blocks, priors, strict=True)
         decompose([factor for curvature, on_block in pairs for factor in curvature.factors(on_block)])
         triples = zip(self.blocks, priors, self.layout, strict=True)
         blocks = tuple(curvature.precision(phi, on_block, block) for curvature, on_block, block in triples)
         return BlockwisePrecision(blocks, self.layout, self.selection)
-
-    def _subnetwork_precision(self, phi: Tensor, prior: BoundPrior) -> BlockwisePrecision:
-        """Return Λ of single weights, for diagonal blocks only.
-
-        Entries that are not selected get no variance and do not enter the determinant.
-        """
-        values = self.plain_diagonal()
-        precision = values / phi.to(values) + prior.vector.to(values)
-        return _diagonal_precision(precision, self.layout, self.selection)
 
     def plain_diagonal(self) -> Tensor:
         """Return the diagonal of H as it is, (P,), for diagonal blocks only; ``diagonal`` raises small entries."""
@@ -511,10 +503,12 @@ def _factor_from(fields: dict[str, Any], name: str, dtype: torch.dtype) -> Facto
     """Return a factor from a file."""
     summed, diagonal, rows = (fields[name + form] for form in ("", "_diagonal", "_rows"))
     if sum(given is not None for given in (summed, diagonal, rows)) != 1:
-        raise FileError(f"the factor {name!r} is missing or there twice; expected a matrix, a diagonal, or rows")
+        raise FileError(f"the factor {name!r} is missing or stored twice; expected a matrix, a diagonal, or rows")
     if rows is not None:
         if not 0 < rows.shape[1] < rows.shape[2]:
-            raise FileError(f"the factor {name!r} has {rows.shape[1]} rows of {rows.shape[2]}; expected fewer")
+            raise FileError(
+                f"the factor {name!r} has {rows.shape[1]} rows of width {rows.shape[2]}; expected fewer than columns"
+            )
         return RowsFactor(rows.to(dtype), dtype)
     if diagonal is not None:
         return DiagonalFactor(diagonal, dtype, exact=False)
@@ -522,10 +516,10 @@ def _factor_from(fields: dict[str, Any], name: str, dtype: torch.dtype) -> Facto
 
 
 def linear_form(network: Network) -> tuple[int, ...]:
-    """Return (G, d_out, d_in) of the only block of a network; raise ``FileError`` if it is no linear map."""
+    """Return (G, d_out, d_in) of the only block of a network; raise ``FileError`` if it is not a linear map."""
     (block,) = network.layout
     if not block.linear:
-        raise FileError(f"the file has Kronecker factors of {block.weight!r}, which is no linear map")
+        raise FileError(f"the file has Kronecker factors of {block.weight!r}, which is not a linear map")
     return block.form
 
 
@@ -643,7 +637,7 @@ def _basis_from(fields: Mapping[str, Any], name: str, size: int) -> tuple[Basis,
     """Return a basis of R^size from a file, and the number of its parts."""
     full, thin, axes = (fields[name + form] for form in ("", "_thin", "_axes"))
     if sum(given is not None for given in (full, thin, axes)) > 1:
-        raise FileError(f"the basis {name!r} is there twice; expected one")
+        raise FileError(f"the basis {name!r} is stored twice; expected one form")
     if full is not None:
         return FullBasis(full), size
     if thin is None:

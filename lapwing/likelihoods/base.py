@@ -1,4 +1,4 @@
-"""Objectives on a Gaussian belief about the outputs: from the expected log-likelihood to the log of the expectation."""
+"""The contract of likelihoods, their Hessian in the outputs, and what methods that learn by predicting maximise."""
 
 from __future__ import annotations
 

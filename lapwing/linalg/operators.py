@@ -262,9 +262,9 @@ class ScaledDesign(DerivedDesign):
     factor: Tensor
 
     def __iter__(self) -> Iterator[DesignRows]:
-        return (self._scaled(part) for part in self.design)
+        return (self._scale_part(part) for part in self.design)
 
-    def _scaled(self, part: DesignRows) -> DesignRows:
+    def _scale_part(self, part: DesignRows) -> DesignRows:
         return OperatorPart(part.rows, lambda v: part.forward(v * self.factor), lambda u: part.back(u) * self.factor)
 
 
@@ -275,14 +275,14 @@ class DeflatedDesign(DerivedDesign):
     vectors: Tensor
 
     def __iter__(self) -> Iterator[DesignRows]:
-        return (self._deflated(part) for part in self.design)
+        return (self._deflate_part(part) for part in self.design)
 
     def outside(self, v: Tensor) -> Tensor:
         """Return the part of v (n, P) that is orthogonal to U, in float64."""
         v = v.double()
         return v - (v @ self.vectors.mT) @ self.vectors
 
-    def _deflated(self, part: DesignRows) -> DesignRows:
+    def _deflate_part(self, part: DesignRows) -> DesignRows:
         return OperatorPart(part.rows, part.forward, lambda u: self.outside(part.back(u)))
 
 

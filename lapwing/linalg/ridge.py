@@ -178,14 +178,14 @@ class NoiseRoot:
 
     def whiten(self, rows: Tensor, data: slice) -> Tensor:
         """Return L_i⁻¹ times the rows (k, m C) of some of the data."""
-        return self._solved(rows, self.factor[data], upper=False)
+        return self._solve(rows, self.factor[data], upper=False)
 
     def whiten_transposed(self, rows: Tensor, data: slice) -> Tensor:
         """Return L_i⁻ᵀ times the rows (k, m C) of some of the data."""
         some = self.factor[data]
-        return self._solved(rows, some if some.ndim == 2 else some.mT, upper=True)
+        return self._solve(rows, some if some.ndim == 2 else some.mT, upper=True)
 
-    def _solved(self, rows: Tensor, factor: Tensor, upper: bool) -> Tensor:
+    def _solve(self, rows: Tensor, factor: Tensor, upper: bool) -> Tensor:
         blocks = rows.double().reshape(len(rows), *factor.shape[:2])
         if factor.ndim == 2:
             return (blocks / factor).flatten(1)
@@ -213,9 +213,9 @@ class WhitenedDesign(DerivedDesign):
 
     def __iter__(self) -> Iterator[DesignRows]:
         for part, rows in parts_with_rows(self.design):
-            yield self._whitened(part, slice(rows.start // self.outputs, rows.stop // self.outputs))
+            yield self._whiten_part(part, slice(rows.start // self.outputs, rows.stop // self.outputs))
 
-    def _whitened(self, part: DesignRows, data: slice) -> DesignRows:
+    def _whiten_part(self, part: DesignRows, data: slice) -> DesignRows:
         prior, noise = self.prior, self.noise
 
         def forward(v: Tensor) -> Tensor:
@@ -254,9 +254,9 @@ class SharedDesign(DerivedDesign):
         return self.outputs * self.design.rows
 
     def __iter__(self) -> Iterator[DesignRows]:
-        return (self._shared(part) for part in self.design)
+        return (self._share_part(part) for part in self.design)
 
-    def _shared(self, part: DesignRows) -> DesignRows:
+    def _share_part(self, part: DesignRows) -> DesignRows:
         def forward(v: Tensor) -> Tensor:
             images = part.forward(v.reshape(len(v) * self.outputs, self.design.size))
             return images.reshape(len(v), self.outputs, part.rows).mT.flatten(1)
@@ -554,7 +554,7 @@ class Ridge:
 
     def product(self, v: Tensor) -> Tensor:
         """Return D^-½ XᵀX D^-½ v."""
-        return self._unscaled(gram_product(self.design, self._unscaled(v)))
+        return self._divide_by_root(gram_product(self.design, self._divide_by_root(v)))
 
     def samples(self, alpha: float, phi: float, tolerance: float, start: Tensor | None = None) -> Solution:
         """Solve for K draws from N(0, Λ⁻¹), Λ = XᵀX / φ + α D, from the same noise for every α and φ.
@@ -579,7 +579,7 @@ class Ridge:
             noise = shift**0.5 * self.prior[done:]
             rest = solve_samples(apply, rhs, noise, tolerance, self.float64_hint, near, basis.inverse_root(shift))
             rows, residuals, iterations = [*rows, rest.x], [*residuals, rest.residuals], iterations + rest.iterations
-        solved = self._unscaled(torch.cat(rows) * phi**0.5)
+        solved = self._divide_by_root(torch.cat(rows) * phi**0.5)
         return Solution(solved, torch.cat(residuals), iterations, tolerance)
 
     def descend(
@@ -587,10 +587,10 @@ class Ridge:
     ) -> Solution:
         """Solve for the draws of ``samples`` by stochastic descent, beside the leading eigenvectors."""
         if self.eps is None:
-            raise ValueError("descent needs ε itself; expected a Ridge.drawn(..., keep=True).")
+            raise ValueError("descent needs ε itself; expected Ridge.draw(..., keep=True).")
         design = self.design if self.scale is None else ScaledDesign(self.design, self.scale.rsqrt())
         solution = descend(Perturbed(design, self.prior, self.eps, alpha * phi), self.leading)
-        return replace(solution, x=self._unscaled(solution.x * phi**0.5))
+        return replace(solution, x=self._divide_by_root(solution.x * phi**0.5))
 
     @cached_property
     def leading(self) -> RandomisedEigenpairs:
@@ -624,7 +624,7 @@ class Ridge:
         """The Krylov basis of the Gram matrix, as large as solves have needed so far."""
         basis = self.cache.basis
         if basis is None:
-            start = torch.cat([self.prior[: self._n_first], self._unscaled(self.back)[: self._n_first]])
+            start = torch.cat([self.prior[: self._n_first], self._divide_by_root(self.back)[: self._n_first]])
             rounding = 10 * float(torch.finfo(self.design.like.dtype).eps)
             basis = block_krylov(self.product, start, FIRST, tolerance=rounding, max_basis=self._max_basis)
             self.cache.basis = basis
@@ -667,7 +667,7 @@ class Ridge:
         """√D."""
         return 1.0 if self.scale is None else self.scale.sqrt()
 
-    def _unscaled(self, rows: Tensor) -> Tensor:
+    def _divide_by_root(self, rows: Tensor) -> Tensor:
         """Return D^-½ times the rows."""
         return rows if self.scale is None else rows / self._root
 
@@ -683,7 +683,7 @@ class Ridge:
 
     def _rhs(self, shift: float, some: slice) -> Tensor:
         """Return the right-hand sides √shift ζ + D^-½ Xᵀε of some samples."""
-        return shift**0.5 * self.prior[some] + self._unscaled(self.back[some])
+        return shift**0.5 * self.prior[some] + self._divide_by_root(self.back[some])
 
     def _first_samples(self, basis: BlockKrylov, shift: float, tolerance: float) -> Solution:
         """Solve for the first samples in the basis, whether they converge or not."""

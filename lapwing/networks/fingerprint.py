@@ -50,7 +50,7 @@ class Fingerprint:
         """
         tensors: dict[str, Tensor] = dict((*model.named_parameters(), *model.named_buffers()))
         with torch.no_grad():
-            marks = [_mark(t, torch.float64) for t in tensors.values()]
+            marks = [_along(_across(t, torch.float64)) for t in tensors.values()]
             norms = [_norm(t) for t in tensors.values()]
             numbers = torch.stack([*marks, *norms]).tolist()
         shapes = tuple(tuple(t.shape) for t in tensors.values())
@@ -174,16 +174,14 @@ def _norm(t: Tensor) -> Tensor:
     return torch.linalg.vector_norm(t.detach(), dtype=torch.complex128 if t.is_complex() else torch.float64).double()
 
 
-def _mark(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return p · T q for a matrix T and fixed patterns p, q. Cost: one read of T, as in a forward pass.
-
-    ``dtype`` is the least for real numbers: sums of 16-bit ones lose changes, and their kernels may fail.
-    """
-    return _along(_across(t, dtype))
+# The mark of a matrix T is p · T q for fixed patterns p, q. Cost: one read of T, as in a forward pass.
 
 
 def _across(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return T q, or a vector as it is; whole numbers and truth values as long integers."""
+    """Return T q, or a vector as it is; whole numbers and truth values as long integers.
+
+    ``dtype`` is the least for real numbers: sums of 16-bit ones lose changes, and their kernels may fail.
+    """
     t = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
     if not t.is_floating_point():
         return t.reshape(-1).long()

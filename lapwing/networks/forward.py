@@ -180,17 +180,17 @@ def _detach_trainer(module: Any) -> nn.Module:
     """Return a copy of a Lightning module in evaluation mode, without its Trainer; its logging does nothing."""
     trainer = _trainer_of(module)
     try:
-        copy_modules = copy.deepcopy(module, {} if trainer is None else {id(trainer): _NO_TRAINER})
+        detached = copy.deepcopy(module, {} if trainer is None else {id(trainer): _NO_TRAINER})
     except (TypeError, RuntimeError) as error:
         raise ModelError(
             f"the Lightning module {type(module).__name__} cannot be copied: {error}; expected one that copy.deepcopy "
             "takes. Give the network inside it, in evaluation mode: lw.fit(module.network.eval(), ...)."
         ) from error
-    for part in copy_modules.modules():
+    for part in detached.modules():
         if _is_lightning_module(part):
             part.trainer = None
             part.log = part.log_dict = _ignore
-    return copy_modules.eval()
+    return detached.eval()
 
 
 _NO_TRAINER = object()  # in the place of the Trainer while a module is copied, whose data it holds
@@ -539,7 +539,7 @@ class Replica:
         if self.output and not self.private:
             raise ModelError(
                 f"output is {self.output!r}, and the model is compiled, or reaches its weights through an object that "
-                "is no module, so that no copy of it can run; expected a model of plain modules. Wrap it in a module "
+                "is not a module, so no copy of it can run; expected a model of plain modules. Wrap it in a module "
                 "whose forward returns the tensor."
             )
         self._made: _PrivateCopy | None = None
@@ -739,9 +739,9 @@ class _CopyBuilder:
             return new
         parts = [self.value(part) for part in value]
         if isinstance(value, list):
-            copy_modules = copy.copy(value)
-            copy_modules[:] = parts
-            return copy_modules
+            same_kind = copy.copy(value)
+            same_kind[:] = parts
+            return same_kind
         return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
 
     def reference(self, value: Any) -> Any:

@@ -693,7 +693,7 @@ class LookupJacobian(BlockJacobian):
 
     def columns(self, entries: Entries) -> Tensor:
         _, output, row = entries.coordinates
-        keys = self.owner * self.table + self.token  # they rise: see ``_pooled``
+        keys = self.owner * self.table + self.token  # they rise: see ``_sum_by_key``
         wanted = torch.arange(self.batch, device=keys.device)[:, None] * self.table + row  # (B, n)
         place = torch.searchsorted(keys, wanted).clamp_max(max(0, len(keys) - 1))
         if not len(keys):

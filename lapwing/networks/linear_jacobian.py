@@ -79,8 +79,8 @@ def columns(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     if a.shape[2] == 1:
         return _columns_at_one_position(a, g, entries)
     if FASTER * len(entries.at) <= entries.size:
-        return _columns_gathered(a, g, entries)
-    return _columns_in_bands(a, g, entries)
+        return _gather_columns(a, g, entries)
+    return _pick_columns_by_bands(a, g, entries)
 
 
 def _columns_at_one_position(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
@@ -94,7 +94,7 @@ def _columns_at_one_position(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     return rows * inputs.unsqueeze(1) if rows.requires_grad or inputs.requires_grad else rows.mul_(inputs.unsqueeze(1))
 
 
-def _columns_gathered(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
+def _gather_columns(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     """Multiply the gradients of each output with the inputs of its entries, in runs of equal length."""
     outputs, inputs, place = entries.equal_runs
     _, seeds, batch, positions, d_out = g.shape
@@ -110,7 +110,7 @@ def _columns_gathered(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     return torch.cat(parts, -1).index_select(-1, place)
 
 
-def _columns_in_bands(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
+def _pick_columns_by_bands(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     """Form the Jacobian of a few outputs of the layer at a time, and pick the entries."""
     groups, seeds, batch, _, d_out = g.shape
     starts, d_in = entries.starts, a.shape[-1]

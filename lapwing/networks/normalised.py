@@ -84,7 +84,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
             scaled = {p: FACTOR * tensors[p] for p in parameters}
             buffers = dict(network.replica.named_buffers())
             scaled.update({norm.mean: FACTOR * buffers[norm.mean] for norm in follow})
-            scaled.update({norm.variance: _quadrupled(buffers[norm.variance], norm.eps) for norm in follow})
+            scaled.update({norm.variance: _quadruple(buffers[norm.variance], norm.eps) for norm in follow})
             trial = _run(network, inputs, scaled, tensors)
         change = float((trial.f - base.f).abs().max() / size)
         if change > tolerance:
@@ -117,7 +117,7 @@ def _candidates(network: Network) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield owner or block.weight, siblings
 
 
-def _quadrupled(variance: Tensor, eps: float) -> Tensor:
+def _quadruple(variance: Tensor, eps: float) -> Tensor:
     """Return four times the variance, eps included where it is small, so that a small entry does not hide a group."""
     extra = eps if eps <= 0.1 * float(variance.median()) else 0.0
     return FACTOR**2 * (variance + extra) - extra

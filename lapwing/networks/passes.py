@@ -256,7 +256,7 @@ def _slope_in_weights(network: Network, function: Functional) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         tensors = {name: tensor.detach().to(network.dtype) for name, tensor in network.parameters.items()}
         leaves = {name: tensors[name].requires_grad_() for name in network.selection.names}
-        value = scalar(_called(function, tensors, "weights by name"))
+        value = scalar(_call(function, tensors, "weights by name"))
         if not value.requires_grad:
             raise ModelError(
                 "the function of the weights does not depend on them; expected one of the selected weights, "
@@ -273,7 +273,7 @@ def output_slope(function: Functional, f: Tensor) -> Tensor:
     check_finite(f, "outputs of the network")
     with torch.inference_mode(False), torch.enable_grad():
         leaf = f.detach().clone().requires_grad_()
-        value = scalar(_called(function, leaf, "outputs"), "outputs")
+        value = scalar(_call(function, leaf, "outputs"), "outputs")
         slope = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
     if slope is None:
         raise ModelError(
@@ -284,7 +284,7 @@ def output_slope(function: Functional, f: Tensor) -> Tensor:
     return slope
 
 
-def _called(function: Functional, given: Any, what: str) -> Any:
+def _call(function: Functional, given: Any, what: str) -> Any:
     """Return the value of a function that a user gave; raise with what it got if it does not take that."""
     try:
         return function(given)

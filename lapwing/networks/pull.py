@@ -329,16 +329,16 @@ def part(node: Node, grad: Tensor, operand: int) -> Tensor:
 def split(node: Node, grads: Sequence[Tensor | None], operands: Sequence[int]) -> list[Tensor]:
     """Return the gradients of all parts, joined again; zeros for a part that nothing was made of."""
     ndim = len(output_shape(node))
-    return [torch.cat(_filled(node, grads), signed(node._saved_dim) % ndim + 1)]
+    return [torch.cat(_fill_missing(node, grads), signed(node._saved_dim) % ndim + 1)]
 
 
 def unbind(node: Node, grads: Sequence[Tensor | None], operands: Sequence[int]) -> list[Tensor]:
     """Return the gradients of all entries along a dimension, stacked again."""
     ndim = len(output_shape(node)) + 1
-    return [torch.stack(_filled(node, grads), signed(node._saved_dim) % ndim + 1)]
+    return [torch.stack(_fill_missing(node, grads), signed(node._saved_dim) % ndim + 1)]
 
 
-def _filled(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor]:
+def _fill_missing(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor]:
     like = next(grad for grad in grads if grad is not None)
     pairs = enumerate(grads)
     return [like.new_zeros(len(like), *output_shape(node, i)) if grad is None else grad for i, grad in pairs]

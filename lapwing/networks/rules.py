@@ -191,7 +191,7 @@ def convolution(node: Node, name: str, weight: Shape, bias: str | None) -> Use:
         if with_bias:
             a[:, width] = 1
         g = g.reshape(g.shape[0], images, groups, -1, count).permute(2, 0, 1, 4, 3)
-        return _merged(a.permute(0, 2, 3, 1), g, pattern)
+        return _merge_positions(a.permute(0, 2, 3, 1), g, pattern)
 
     patch_size = math.prod(shape) // shape[1] * math.prod(weight[1:]) * groups
     return Use(node, name, "rows", shape[0], jacobian, bias, groups, patch_size=patch_size, own_rows=True)
@@ -216,7 +216,7 @@ def transposed_convolution(node: Node, name: str, weight: Shape) -> Use:
         above = above.permute(2, 0, 1, *range(4, 4 + dims), 3, *range(4 + dims, 4 + 2 * dims))
         above = above.reshape(groups, seeds, images, count, -1)
         a = x.reshape(images, groups, -1, count).permute(1, 0, 3, 2)
-        return _merged(a, above, pattern)
+        return _merge_positions(a, above, pattern)
 
     return Use(node, name, "columns", output_shape(node)[0], jacobian, groups=groups)
 
@@ -289,7 +289,7 @@ def windows(
     return x.as_strided((*x.shape[:2], *out, *kernel), (*x.stride()[:2], *between, *within), x.storage_offset())
 
 
-def _merged(a: Tensor, g: Tensor, pattern: Pattern) -> LinearJacobian:
+def _merge_positions(a: Tensor, g: Tensor, pattern: Pattern) -> LinearJacobian:
     """Return the Jacobian from factors over (images, positions): those of one sample stand side by side."""
     lengths = None if pattern.lengths is None else pattern.lengths * a.shape[2]
     return LinearJacobian(pattern.split(a, 1).flatten(2, 3), pattern.split(g, 2).flatten(3, 4), lengths)
@@ -478,7 +478,7 @@ def scale_and_shift(factor: Factor, channel: bool = True) -> UseRule:
 def use_batch_norm(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the uses of scale and shift of a BatchNorm in evaluation mode."""
     if not node._saved_training:
-        yield from scale_and_shift(_batch_normalised)(node, sources)
+        yield from scale_and_shift(_normalise_batch)(node, sources)
 
 
 def batch_norm_statistics(node: Node) -> NormStatistics | None:
@@ -510,7 +510,7 @@ def batch_norm_scale(node: Node) -> Tensor:
 # The input after normalisation and before the scale, in the shape of the input.
 
 
-def _batch_normalised(node: Node) -> Tensor:
+def _normalise_batch(node: Node) -> Tensor:
     x, mean, variance = node._saved_input, node._saved_running_mean, node._saved_running_var
     return torch.batch_norm(x, None, None, mean, variance, False, 0.0, batch_norm_eps(node), False)
 

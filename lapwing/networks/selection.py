@@ -421,14 +421,14 @@ def _linear_maps(graph: Graph) -> dict[Node, tuple[str, ...]]:
     for node, facts in graph.operations.items():  # a product with a weight that is computed first: weight norm
         if facts.data_operand is not None and node not in maps:
             sides = [child for i, (child, _) in enumerate(node.next_functions) if i != facts.data_operand]
-            above = _reached([side for side in sides if side not in graph.leaves])
+            above = _walk([side for side in sides if side not in graph.leaves])
             computed = tuple(graph.leaves[leaf] for leaf in above if leaf in graph.leaves)
             if computed:
                 maps[node] = computed
     return maps
 
 
-def _reached(nodes: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, None]:
+def _walk(nodes: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[Node, None]:
     """Return the nodes on every path from these ones, in a fixed order; paths end at the nodes of ``stop``."""
     seen: dict[Node, None] = {}
     stack = [node for node in nodes if node is not None]
@@ -443,8 +443,8 @@ def _reached(nodes: Iterable[Node | None], stop: Collection[Node] = ()) -> dict[
 
 def _frontier(graph: Graph, maps: Mapping[Node, object]) -> list[Node]:
     """Return the maps that are the first on some path from the output and not upstream of another such map."""
-    first = [node for node in _reached([graph.nodes[0]], stop=maps) if node in maps]
-    upstream = _reached(child for node in first for child, _ in node.next_functions)
+    first = [node for node in _walk([graph.nodes[0]], stop=maps) if node in maps]
+    upstream = _walk(child for node in first for child, _ in node.next_functions)
     return [node for node in first if node not in upstream]
 
 

@@ -175,12 +175,12 @@ class LayerJacobians:
         """Return that of some samples; a block is formed for all of them and then cut."""
         if rows == slice(0, self.batch):
             return self
-        parts = tuple(partial(_samples_of, part, rows) for part in self.parts)
+        parts = self._change(lambda part: part.samples(rows))
         return replace(self, parts=parts, stream=None, batch=rows.stop - rows.start)
 
     def double(self) -> LayerJacobians:
         """Return it in float64, for differences in which digits cancel."""
-        parts = tuple(partial(_to_double, part) for part in self.parts)
+        parts = self._change(lambda part: part.to(torch.float64))
         stream = None if self.stream is None else partial(_double_stream, self.stream)
         return replace(self, parts=parts, stream=stream, dtype=torch.float64)
 
@@ -218,10 +218,12 @@ class LayerJacobians:
 
     def materialised(self) -> LayerJacobians:
         """Return it with every block formed now, in the form in which repeated products are cheapest."""
-        return self._with_parts(part().materialised() for part in self.parts)
+        formed = (part().materialised() for part in self.parts)
+        return replace(self, parts=tuple(partial(_constant, part) for part in formed), stream=None)
 
-    def _with_parts(self, parts: Iterable[BlockJacobian]) -> LayerJacobians:
-        return replace(self, parts=tuple(partial(_constant, part) for part in parts), stream=None)
+    def _change(self, change: Callable[[BlockJacobian], BlockJacobian]) -> tuple[Callable[[], BlockJacobian], ...]:
+        """Return the blocks, each changed when it is formed."""
+        return tuple(lambda part=part: change(part()) for part in self.parts)
 
     def materialised_bytes(self) -> int:
         """Return the bytes that ``materialised`` would take; the blocks are formed one after another."""
@@ -237,16 +239,8 @@ def _constant(part: BlockJacobian) -> BlockJacobian:
     return part
 
 
-def _samples_of(part: Callable[[], BlockJacobian], rows: slice) -> BlockJacobian:
-    return part().samples(rows)
-
-
 def _double_stream(stream: Stream, wanted: Collection[int]) -> Iterator[tuple[int, BlockJacobian]]:
     return ((number, part.to(torch.float64)) for number, part in stream(wanted))
-
-
-def _to_double(part: Callable[[], BlockJacobian]) -> BlockJacobian:
-    return part().to(torch.float64)
 
 
 Gradients = Mapping[Node, Tensor]
@@ -336,10 +330,10 @@ class Tangent:
         seeds = seeds.to(self.raw.dtype)
         reader = self._whole_block if every else self._block
         read = partial(reader, seeds, cache(partial(self._fallback, seeds)))
-        gathered = cache(lambda: dict(self._node_gradients(seeds)))
+        collected = cache(lambda: dict(self._node_gradients(seeds)))
         if not network.footprint.streams:
-            gathered()
-        parts = tuple(partial(_read_block, read, number, gathered) for number in range(len(network.layout)))
+            collected()
+        parts = tuple(lambda number=number: read(number, collected()) for number in range(len(network.layout)))
         stream = partial(self._stream, seeds, read) if network.footprint.streams else None
         sizes = len(f), len(seeds), network.dtype, tokens
         return LayerJacobians(parts, network.layout, network.selection, *sizes, stream, network.entries)
@@ -366,7 +360,7 @@ class Tangent:
         if outer is not None and not is_local(part.g[:, 2, 0].transpose(0, 1).flatten(1), outer.shape[-1]):
             return None
         a, g = part.a.to(network.dtype), part.g.flatten(2, 3)  # (G, values, B T, d_out)
-        return head.number, HeadGGN(a, g[:, 0], None if outer is None else _by_token(g[:, 1], g[:, 2]))
+        return head.number, HeadGGN(a, g[:, 0], None if outer is None else _split_by_token(g[:, 1], g[:, 2]))
 
     def _stream(
         self, seeds: Tensor, read: Callable[[int, Gradients], BlockJacobian], wanted: Collection[int]
@@ -498,12 +492,6 @@ class Tangent:
         return {name: jacobian.to(network.dtype) for name, jacobian in jacobians.items()}
 
 
-def _read_block(
-    read: Callable[[int, Gradients], BlockJacobian], number: int, gathered: Callable[[], Gradients]
-) -> BlockJacobian:
-    return read(number, gathered())
-
-
 def _token_numbers(values: Tensor) -> Tensor:
     """Return the number of the token of every output, in the shape of values (B, [T,] C); zero without tokens."""
     if values.ndim == 2:
@@ -511,7 +499,7 @@ def _token_numbers(values: Tensor) -> Tensor:
     return torch.arange(values.shape[1], device=values.device).to(values)[:, None].expand(values.shape)
 
 
-def _by_token(outer: Tensor, tokens: Tensor) -> Tensor:
+def _split_by_token(outer: Tensor, tokens: Tensor) -> Tensor:
     """Return the parts of outer (G, N, d_out) that belong to each of the M tokens of a position, (G, M, N, d_out)."""
     place = tokens - tokens.amin((0, 2), keepdim=True)
     count = int(place.max()) + 1
@@ -599,7 +587,7 @@ def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, T
         raise ModelError(kept_value_message(name, " (in a closure, or in an object that is not a module)"))
     if not network.private:
         return
-    silent = {name: _moved(network.parameters[name]) for name in names if name not in expected}
+    silent = {name: _perturb(network.parameters[name]) for name in names if name not in expected}
 
     def follows(model: nn.Module) -> bool:
         """Return whether the outputs change with the parameters that have no gradient."""
@@ -611,10 +599,10 @@ def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, T
         output_without_graph(used, tangent.inputs, plain_kernels)
         if not follows(used):
             raise ModelError(kept_value_message(next(iter(silent)), ", without a gradient"))
-    for where, emptied in _emptied(network.replica):
+    for where, empty_copy in _copies_without_kept(network.replica):
         with contextlib.suppress(Exception):  # a model that needs the tensor may raise anything
-            name = differing(emptied())
-            name = name or (next(iter(silent)) if silent and follows(emptied()) else "")
+            name = differing(empty_copy())
+            name = name or (next(iter(silent)) if silent and follows(empty_copy()) else "")
         if name:
             raise ModelError(kept_value_message(name, f" ({where})"))
 
@@ -627,19 +615,19 @@ def _same(model: nn.Module, raw: Tensor, before: Tensor) -> bool:
     return bool(gap < allowed)
 
 
-def _moved(parameter: Tensor) -> Tensor:
+def _perturb(parameter: Tensor) -> Tensor:
     """Return other values for a parameter, of the same size and always the same."""
     noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(parameter)
     return parameter.detach() + noise * (parameter.detach().abs().amax() + 0.1)
 
 
-def _emptied(replica: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+def _copies_without_kept(replica: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """Yield the place of each tensor that a module keeps beside its parameters, and a maker of copies without it.
 
     A place that is empty at first may hold None, or not be there.
     """
 
-    def emptied(name: str, key: str, fill: Any) -> nn.Module:
+    def empty_copy(name: str, key: str, fill: Any) -> nn.Module:
         model = copy_modules(replica)
         part = model.get_submodule(name)
         content = vars(part) if key in vars(part) else part._buffers
@@ -655,7 +643,7 @@ def _emptied(replica: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]
             if any(t.is_floating_point() for t in _held(value)):
                 where = f"the attribute {key!r} of {f'the module {name!r}' if name else 'the model'}"
                 for fill in (None, ABSENT) if isinstance(value, Tensor) else (type(value)(),):
-                    yield where, partial(emptied, name, key, fill)
+                    yield where, partial(empty_copy, name, key, fill)
 
 
 def _held(value: Any) -> tuple[Tensor, ...]:

@@ -46,7 +46,7 @@ from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, Query, di
 # Outputs of an input (classes times tokens) above which classes are predicted from drawn functions. Variances take a
 # backward pass for each output, 32 functions in pairs 33 forward passes, so that from some dozens of outputs on the
 # functions are cheaper (``python -m benchmarks.scale_outputs``). Up to 256 the pairwise link stays nevertheless: it
-# has no sampling error and knows the covariance of every two logits. Above, it does not: see ``links.PAIRED``.
+# has no sampling error and knows the covariance of every two logits. Above, it does not: see ``PAIRED``.
 MANY = 256
 SAMPLES = 32  # functions of a prediction, over all beliefs of a mixture
 COPIES = 3  # of the functions at some inputs: as they are computed, as they are, and what each adds to a sum

@@ -58,7 +58,11 @@ class PointPosterior(Stored, Posterior):
         return replace(self, problem=problem)
 
     def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
-        return _point_belief(query.of(self._f(x)), query.joint)
+        f = query.of(self._f(x))
+        if query.joint:
+            return FunctionGaussian.across(f, f.new_zeros(f.numel(), f.numel()))
+        none = lambda: torch.zeros_like(f)
+        return FunctionGaussian(f, Deferred(none, lambda: f.new_zeros(*f.shape, f.shape[-1]), none))
 
     def _f(self, x: Inputs) -> Tensor:
         network = self.problem.network
@@ -68,16 +72,8 @@ class PointPosterior(Stored, Posterior):
         return self.theta.expand(n, -1).clone()
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
-        network = self.problem.network
-        return network(x).to(network.dtype).expand(n, *([-1] * (len(network.output_shape) + 1))).clone()
-
-
-def _point_belief(f: Tensor, joint: bool) -> FunctionGaussian:
-    """Return the belief in f (B, [T,] C) without spread."""
-    if joint:
-        return FunctionGaussian.across(f, f.new_zeros(f.numel(), f.numel()))
-    none = lambda: torch.zeros_like(f)
-    return FunctionGaussian(f, Deferred(none, lambda: f.new_zeros(*f.shape, f.shape[-1]), none))
+        f = self._f(x)
+        return f.expand(n, *f.shape).clone()
 
 
 class Members:
@@ -199,7 +195,7 @@ class MeanFieldPosterior(Stored, Posterior):
     @classmethod
     def from_state(cls, state: State, owner: Any = None) -> MeanFieldPosterior:
         if not is_single_map(owner.network):
-            raise FileError("the weights of a mean-field posterior are no single linear map; expected a last layer")
+            raise FileError("the weights of a mean-field posterior are not one linear map; expected a last layer")
         posterior: MeanFieldPosterior = super().from_state(state, owner)
         if posterior.mean.shape != (form := owner.network.layout[0].form[1:]):
             raise FileError(f"the mean has the shape {tuple(posterior.mean.shape)}; expected {tuple(form)}")

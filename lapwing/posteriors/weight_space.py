@@ -101,7 +101,7 @@ def add_data(posterior: WeightPosterior, data: Data, generator: torch.Generator 
     method = posterior.method
     if method is None:
         raise UnsupportedError(
-            "this posterior is no sum over the data, or its file does not say how the sum was made; expected one of "
+            "this posterior is not a sum over the data, or its file does not say how the sum was made; expected one of "
             "Full, Diagonal, Kron or KernelSpace. Fit all the data again."
         )
     if posterior.mode is not None or posterior.problem.network.shift is not None:
@@ -168,12 +168,12 @@ def token_covariances(precision: Precision, tangent: Tangent) -> Tensor:
     else:  # two runs are in memory at once
         tangent = replace(tangent, network=network.keeping_gradients)
         pieces = list(network.footprint.seed_runs(outputs, 2 * batch, network.dtype, network.device))
-        each = (_of_token(precision, tangent, token * outputs, pieces) for token in range(tangent.tokens))
+        each = (_token_covariance(precision, tangent, token * outputs, pieces) for token in range(tangent.tokens))
         cov = concat_chunks(each, tangent.tokens, 1)
     return cov.reshape(batch, *tangent.shape, outputs)
 
 
-def _of_token(precision: Precision, tangent: Tangent, start: int, pieces: list[slice]) -> Tensor:
+def _token_covariance(precision: Precision, tangent: Tangent, start: int, pieces: list[slice]) -> Tensor:
     """Return the covariance (B, 1, C, C) of the outputs of one datum, whose first has this number, from its runs."""
     batch, outputs = len(tangent.raw), pieces[-1].stop
     total = torch.empty(batch, outputs, outputs, dtype=tangent.network.dtype, device=tangent.raw.device)

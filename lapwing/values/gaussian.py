@@ -129,12 +129,12 @@ class ChosenOutputs:
         form = _image_form(image_dims) if image_dims else "(B, T, k)" if token_level else "(B, k)"
         if outputs is not None:
             expected = f"numbers of outputs from 0 to {shape[-1] - 1}, of shape (k,), or {form}"
-            outputs = _checked("outputs", outputs, expected, (1, len(shape) + 1), shape[-1]).to(device)
+            outputs = _check_numbers("outputs", outputs, expected, (1, len(shape) + 1), shape[-1]).to(device)
         if tokens is not None and not token_level:
             raise DataError("tokens were chosen and the outputs are (B, C), without tokens; choose outputs=... alone.")
         if tokens is not None:
             expected = f"numbers of {'pixels' if image_dims else 'tokens'} from 0 on, of shape (S,), or (B, S)"
-            tokens = _checked("tokens", tokens, expected, (1, 2)).to(device)
+            tokens = _check_numbers("tokens", tokens, expected, (1, 2)).to(device)
         return cls(outputs, tokens, token_level, image_dims)
 
     def refuse_other(self, samples: int) -> None:
@@ -253,7 +253,7 @@ def _image_form(dims: int) -> str:
     return f"(B, k, {', '.join('DHW'[-dims:])})"
 
 
-def _checked(name: str, given: Any, expected: str, dims: tuple[int, ...], size: int | None = None) -> Tensor:
+def _check_numbers(name: str, given: Any, expected: str, dims: tuple[int, ...], size: int | None = None) -> Tensor:
     """Return the numbers as a tensor; raise if they are not whole numbers, out of range, or of another shape."""
 
     def holds(value: Any) -> bool:

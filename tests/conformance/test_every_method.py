@@ -238,7 +238,10 @@ SOME = ["cnn", "token_level", "dict_input"]  # where the other methods are tried
 
 
 def methods_for(case: str, model: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield methods by name: on some networks all, on each of the others a third of those that take every network."""
+    """Yield methods by name: those that take every network, on three of them all and on each of the others a third.
+
+    Each of the other methods is tried on one of the three.
+    """
     for_all: dict[str, Callable[[], Any]] = {
         name: lambda entry=entry: entry.settings(MOST, MOST) for name, entry in lawful_entries().items()
     }
@@ -247,9 +250,8 @@ def methods_for(case: str, model: nn.Module) -> Iterator[tuple[str, Callable[[],
         yield from [*for_all.items()][list(BY_NAME).index(case) % 3 :: 3]
         return
     yield from for_all.items()
-    for name in SMALL:
-        if name not in LAWFUL:
-            yield name, lambda name=name: small_method(name, model)
+    for name in [name for name in SMALL if name not in LAWFUL][SOME.index(case) :: len(SOME)]:
+        yield name, lambda name=name: small_method(name, model)
 
 
 def tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

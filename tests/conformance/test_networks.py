@@ -579,12 +579,12 @@ def test_sampled_fisher_of_tokens_draws_every_token_by_itself() -> None:
     exact = dense.ggn(
         dense.by_datum(dense.jacobian(model, x, 2), 3), dense.softmax_hessian(model(x).detach().reshape(-1, 3))
     )
-    draws = torch.stack([
-        lw.fit(model, [(x, y)], "classification", method=lw.Full(curvature="fisher_mc"), prior=1.0,
-               generator=torch.Generator().manual_seed(seed)).posterior.curvature.matrix
-        for seed in range(150)
-    ])  # fmt: skip
-    assert_within(draws, exact)
+    problem = lw.fit(model, [(x, y)], "classification", method=lw.Full(), prior=1.0).posterior.problem
+    data = Data([(x, y)], torch.device("cpu"))
+    draws = [
+        lw.Full(curvature="fisher_mc").fit(problem, data, torch.Generator().manual_seed(seed)) for seed in range(150)
+    ]
+    assert_within(torch.stack([draw.curvature.matrix for draw in draws]), exact)
 
 
 def loss_hessian(model: nn.Module, names: list[str], loss: Any) -> Tensor:
