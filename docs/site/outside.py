@@ -21,6 +21,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 EXPERIMENTS = "experiments/*.md"  # a page beside the code of each experiment; not in the navigation
+WIDE = ("results.md", "benchmarks.md")  # tables take the room of the navigation, as those of the experiments do
 RESULTS = "benchmarks/results/*.txt"
 SOURCES = "docs/tutorials/*.py"
 OUT_OF_DOCS = re.compile(
@@ -68,6 +69,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Change links that lead out of docs/, and those of a page from outside that lead into it."""
     path = page.file.src_uri
+    if path in WIDE or path.startswith("experiments/"):
+        page.meta["hide"] = ["navigation"]
     if path in PAGES or path.startswith("experiments/"):
         return INTO_DOCS.sub(lambda link: f"]({link['up']}{link['path']})", markdown)
     return OUT_OF_DOCS.sub(lambda link: f"]({'../' * path.count('/')}{link['path']})", markdown)
