@@ -653,17 +653,6 @@ def test_hessian_of_a_linear_head_is_its_ggn(name: str) -> None:
     assert_close(one.posterior.curvature.matrix, two.posterior.curvature.matrix)
 
 
-@pytest.mark.parametrize("name", ["lstm", "embedding", "attention", "token_level", "cnn", "norms"])
-def test_hessian_runs_on_every_kind_of_network(name: str) -> None:
-    case = BY_NAME[name]
-    model, data = case.build(), problems.batches(case)
-    weights = lw.named("hh_l0|bias_ih_l1") if name == "lstm" else lw.all_weights  # some are enough for a slow one
-    method = lw.Full(curvature="hessian")
-    curvature = lw.fit(model, data, "classification", method=method, weights=weights, prior=1e3).posterior.curvature
-    assert_close(curvature.matrix, curvature.matrix.T)
-    assert not curvature.definite
-
-
 @pytest.mark.parametrize(
     ("method", "curvature", "message"),
     [

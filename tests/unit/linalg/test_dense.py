@@ -390,10 +390,6 @@ def test_seeds_are_drawn_by_squared_distance() -> None:
     assert all(float(a) != float(b) for a, b in firsts)
 
 
-def test_the_dtype_stays() -> None:
-    assert kmeans(cloud().float(), 3, generator()).dtype == torch.float32
-
-
 @pytest.mark.parametrize("offset", [0.0, 1e4, -3e4])
 def test_where_the_points_lie_does_not_matter_in_single_precision(offset: float) -> None:
     """A large common offset does not cause rounding in the distances."""
@@ -639,23 +635,6 @@ def test_the_kernel_becomes_the_identity(size: int, rank: int) -> None:
     assert white.shape == (size, min(size, rank))
     assert_close(white.T @ matrix @ white, torch.eye(min(size, rank), dtype=D))
     assert_close(white @ white.T, torch.linalg.pinv(matrix, rtol=1e-10, hermitian=True), SOLVED)
-
-
-def test_equal_points_count_once() -> None:
-    """Two equal rows give one direction; nothing is divided by rounding."""
-    matrix = kernel(5, 9)
-    twice = matrix[[0, 1, 2, 2, 3, 4, 0]][:, [0, 1, 2, 2, 3, 4, 0]]
-    white = whitening(twice)
-    assert white.shape == (7, 5)
-    spread = torch.zeros(7, 5, dtype=D)
-    spread[[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 2, 3, 4, 0]] = 1
-    rows = white.T @ spread @ matrix  # K_xZ white, for x the five points themselves
-    assert_close(rows.T @ rows, matrix, SOLVED)
-    assert float(white.abs().max()) < 1e2 * float(whitening(matrix).abs().max())
-
-
-def test_whitening_single_precision_is_widened() -> None:
-    assert whitening(kernel(4, 6).float()).dtype == D
 
 
 @pytest.mark.parametrize(

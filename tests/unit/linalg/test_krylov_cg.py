@@ -350,14 +350,6 @@ def test_a_residual_that_float32_products_cannot_reach_raises(solve: type) -> No
 
 
 @pytest.mark.parametrize("solve", SOLVERS)
-def test_short_solves_are_checked_as_well(solve: type) -> None:
-    """After a few iterations in float32 the updated residual is far below the true one."""
-    matrix, rhs = rotated_operator(torch.linspace(1, 1.5, 50, dtype=D)), torch.randn(2, 50, dtype=D)
-    with pytest.raises(NumericalError, match=r"after [12]?[0-9] iterations with a relative residual of .*e-0[78]"):
-        solve(rotated_product(matrix, torch.float32), rhs, tolerance=1e-11)
-
-
-@pytest.mark.parametrize("solve", SOLVERS)
 def test_the_residual_is_computed_every_twenty_iterations(solve: type) -> None:
     matrix, rhs = rotated_operator(torch.logspace(0, 4, 200, dtype=D)), torch.randn(2, 200, dtype=D)
     counted = Counted(matrix)
@@ -409,12 +401,6 @@ def test_right_hand_sides_that_are_not_finite_are_refused(solve: type, value: fl
         with pytest.raises(DataError, match=r"right-hand sides .*: 1 of 16 entries are NaN or infinite; expected"):
             solve(counted, bad, truncated=truncated)
     assert counted.calls == 0
-
-
-def test_what_does_not_converge_raises() -> None:
-    matrix, rhs = rotated_operator(torch.logspace(0, 6, 50, dtype=D)), torch.randn(2, 50, dtype=D)
-    with pytest.raises(NumericalError, match=r"block conjugate gradients stopped after 5 iterations .* expected 1e-08"):
-        block_conjugate_gradients(rotated_product(matrix), rhs, tolerance=1e-8, max_iterations=5)
 
 
 def test_block_cg_an_indefinite_operator_is_refused() -> None:

@@ -351,21 +351,6 @@ def test_check_shows_them(dtype: torch.dtype) -> None:
     assert "scale" not in str(report)
 
 
-@pytest.mark.parametrize("name", ["layer norm", "batch norm"])
-def test_a_prior_by_these_groups(name: str) -> None:
-    """One precision for each group and one for the rest, in the order of the weights."""
-    model, x = example(*FOUND[name][:2], D)
-    y = torch.randint(0, 3, (7,))
-    fitted = lw.fit(model, [(x, y)], "classification", method=lw.Full(),
-                    prior=lw.priors.per_normalised_group({"0": 2.0, "3": 3.0, "rest": 5.0}))  # fmt: skip
-    assert fitted.prior.groups == ("0", "rest", "3")
-    each = {"0": 2.0, "3": 3.0}
-    expected = torch.cat(
-        [torch.full((p.numel(),), each.get(n.split(".")[0], 5.0)) for n, p in model.named_parameters()]
-    )
-    assert torch.equal(fitted.prior.vector, expected.to(D))
-
-
 @pytest.mark.parametrize(
     ("name", "nothing"),
     [("layer norm", True), ("group norm", True), ("RMS norm", True), ("weight norm", True), ("batch norm", False),

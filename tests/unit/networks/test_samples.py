@@ -126,16 +126,6 @@ def test_fits_and_predictions(name: str, how: str) -> None:
     assert_close(uneven.log_evidence(), other.log_evidence(), 1e-8)
 
 
-def test_points_as_many_as_the_context_has_rows() -> None:
-    """The kernel of VaLLA's points."""
-    model, (x, y, context) = pooling("sum"), numbers("sum")
-    data = [((a, context), b) for a, b in problems.split(x, y, (7, 9))]
-    anchors = lw.fit(model, data, GIVEN, method=METHODS["as many points"], prior=1.0).posterior.curvature.anchors
-    j = reference(model, anchors.inputs[0], context)[torch.arange(ROWS), anchors.outputs]
-    prior = lw.isotropic(1.0).bound(anchors.network.selection, anchors.network.theta())
-    assert_close(anchors.kernel(prior), j @ j.mT)
-
-
 def test_blocks_of_data_and_functions_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are taken in runs of samples."""
     model, (x, y, context) = pooling("sum"), numbers("sum")
