@@ -64,8 +64,10 @@ class Crossfitting:
         return cls()
 
     def units(self) -> tuple[str, ...]:
-        """Return one unit for each task and seed."""
-        return tuple(f"{task}/{seed}" for seed in range(self.seed, self.seed + self.seeds) for task in self.tasks)
+        """Return one unit for each task and seed, those of large networks last."""
+        order = sorted(self.tasks, key=lambda task: -TASKS[task].seeds)
+        pairs = ((task, seed) for seed in range(self.seeds) for task in order if seed < TASKS[task].seeds)
+        return tuple(f"{task}/{self.seed + seed}" for task, seed in pairs)
 
     def measure(self, unit: str, progress: Progress) -> Iterator[Record]:
         """Train all networks of one task and seed, and score every rule on the same test rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from lapwing.api import fit
+from lapwing.crossfit import crossfit
 from lapwing.errors import DataError, ModelError, NumericalError
 from lapwing.methods.base import Method
 from lapwing.networks.selection import Weights
@@ -117,15 +118,21 @@ class Schedule:
     patience: int
     seed: int
 
-    def train(self, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, held_out: tuple[Tensor, Tensor]) -> int:
+    def train(
+        self, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, held_out: tuple[Tensor, Tensor] | None
+    ) -> tuple[int, int]:
         """Train the module in place, leave it in evaluation mode at its best epoch, and return the number of epochs.
 
-        The best epoch has the lowest loss on the held-out rows.
+        The second number is that of the best epoch, which has the lowest loss on the held-out rows. Without such rows
+        the module stays as it is after the last one.
         """
         generator = torch.Generator().manual_seed(self.seed)
         optimiser = torch.optim.Adam(module.parameters(), self.learning_rate, weight_decay=self.weight_decay)
-        stopping: EarlyStopping[Any] = EarlyStopping(lambda: _score(module, loss, held_out), 1, self.patience)
-        epochs = 0
+        stopping: EarlyStopping[Any] | None = None
+        epochs = best = 0
+        if held_out is not None:
+            now = lambda: (_score(module, loss, held_out), (epochs, copy.deepcopy(module.state_dict())))
+            stopping = EarlyStopping(now, 1, self.patience)
         while epochs < self.max_epochs:
             module.train()
             for rows in torch.randperm(len(x), generator=generator).split(self.batch_size):
@@ -133,23 +140,24 @@ class Schedule:
                 loss(module(x[rows]), y[rows]).backward()
                 optimiser.step()
             epochs += 1
-            if stopping.should_stop(epochs - 1):
+            if stopping is not None and stopping.should_stop(epochs - 1):
                 break
-        module.load_state_dict(stopping.best_state)
+        if stopping is not None:
+            best, state = stopping.best_state
+            module.load_state_dict(state)
         module.eval()
         if not all(bool(p.isfinite().all()) for p in module.parameters()):
             raise NumericalError(
                 "the training diverged: weights are not finite; lower learning_rate_init, or scale the inputs."
             )
-        return epochs
+        return epochs, best
 
 
-def _score(module: nn.Module, loss: Loss, rows: tuple[Tensor, Tensor]) -> tuple[float, dict[str, Any]]:
-    """Return minus the loss of the module on these rows, and a copy of its state."""
+def _score(module: nn.Module, loss: Loss, rows: tuple[Tensor, Tensor]) -> float:
+    """Return minus the loss of the module on these rows."""
     module.eval()
     with torch.no_grad():
-        value = float(loss(module(rows[0]), rows[1]))
-    return -value, copy.deepcopy(module.state_dict())
+        return -float(loss(module(rows[0]), rows[1]))
 
 
 CALIBRATES = 100  # held-out rows from which they calibrate the error bars, and are not data of the posterior
@@ -168,6 +176,7 @@ SETTINGS = {
     "hidden_layer_sizes": SIZES, "module": FACTORY | NONE, "learning_rate_init": POSITIVE,
     "alpha": Rule("a number that is not negative", lambda v: is_real(v) and v >= 0), "max_iter": integer(),
     "batch_size": integer() | NONE, "n_iter_no_change": integer(), "validation_fraction": PROBABILITY,
+    "cv": integer(2) | NONE,
 }  # fmt: skip
 
 
@@ -189,6 +198,7 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
         max_iter: int = 200,
         n_iter_no_change: int = 20,
         validation_fraction: float = 0.15,
+        cv: int | None = None,
         random_state: int | np.random.RandomState | None = None,
     ) -> None:
         self.hidden_layer_sizes = hidden_layer_sizes
@@ -203,6 +213,7 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
         self.max_iter = max_iter
         self.n_iter_no_change = n_iter_no_change
         self.validation_fraction = validation_fraction
+        self.cv = cv
         self.random_state = random_state
 
     def _check_settings(self) -> None:
@@ -221,30 +232,58 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
         given = torch.tensor(rows)  # a copy: arrays may be read-only
-        network = self._network(given, outputs, seed)
-        x = given.to(first_weight(network))
-        y = y.to(x) if y.is_floating_point() else y.to(x.device)
-        mean, scale = column_scales(y) if y.is_floating_point() else (y.new_zeros(()), y.new_ones(()))
-        loss = F.mse_loss if y.is_floating_point() else F.cross_entropy
-        train, held_out = self._split(len(x), seed, strata)
-        scaled = (y - mean) / scale if y.is_floating_point() else y
+        train, held_out = self._split(len(given), seed, strata)
         schedule = Schedule(
             self.learning_rate_init, self.alpha, self.batch_size or BATCH, self.max_iter, self.n_iter_no_change, seed
         )
         watched = held_out if len(held_out) else train
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(seed)  # of dropout
-            self._check_outputs(network, x, outputs)
-            self.n_iter_ = schedule.train(network, loss, x[train], scaled[train], (x[watched], scaled[watched]))
-        if y.is_floating_point():
-            network = InUnitsOfTargets(network, mean, scale).eval()
+        every = torch.arange(len(given))
+        network, (self.n_iter_, best) = self._trained(given, y, outputs, schedule, every, train, watched)
+        x = given.to(first_weight(network))
+        y = y.to(x) if y.is_floating_point() else y.to(x.device)
+        settings: dict[str, Any] = {
+            "method": self.method,
+            "weights": self.weights,
+            "prior": self.prior,
+            "progress": False,
+        }
+        if self.cv is not None:
+            again = replace(schedule, max_epochs=max(1, best))
+            whole = lambda rows, seed: self._trained(
+                given, y, outputs, replace(again, seed=seed % 2**32), rows, rows, None
+            )[0]
+            self.crossfit_ = crossfit(
+                whole, (x, y), likelihood, model=whole(every, seed), folds=self.cv, seed=seed, **settings
+            )
+            self.posterior_ = self.crossfit_.posterior
+            return self
         calibrates = len(held_out) >= CALIBRATES
         data = (x[train], y[train]) if calibrates else (x, y)
-        self.posterior_ = fit(
-            network, data, likelihood, method=self.method, weights=self.weights, prior=self.prior, progress=False,
-            validation=(x[held_out], y[held_out]) if calibrates else None,
-        )  # fmt: skip
+        held = (x[held_out], y[held_out]) if calibrates else None
+        self.posterior_ = fit(network, data, likelihood, validation=held, **settings)
         return self
+
+    def _trained(
+        self, given: Tensor, y: Tensor, outputs: int, schedule: Schedule, known: Tensor, train: Tensor,
+        watched: Tensor | None,
+    ) -> tuple[nn.Module, tuple[int, int]]:  # fmt: skip
+        """Return a network, with outputs in the units of the targets, and the numbers of its epochs.
+
+        Inputs and targets are standardised by the ``known`` rows; the others are the rows that train it, and those that
+        stop the training.
+        """
+        network = self._network(given[known], outputs, schedule.seed)
+        x = given.to(first_weight(network))
+        y = y.to(x) if y.is_floating_point() else y.to(x.device)
+        mean, scale = column_scales(y[known]) if y.is_floating_point() else (y.new_zeros(()), y.new_ones(()))
+        loss = F.mse_loss if y.is_floating_point() else F.cross_entropy
+        scaled = (y - mean) / scale if y.is_floating_point() else y
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(schedule.seed)  # of dropout
+            self._check_outputs(network, x, outputs)
+            stopping = None if watched is None else (x[watched], scaled[watched])
+            epochs = schedule.train(network, loss, x[train], scaled[train], stopping)
+        return InUnitsOfTargets(network, mean, scale).eval() if y.is_floating_point() else network, epochs
 
     def _network(self, x: Tensor, outputs: int, seed: int) -> nn.Module:
         """Return a new network: that of the user, or a small one, both with random weights from the seed."""
@@ -309,10 +348,14 @@ class LapwingClassifier(ClassifierMixin, LapwingEstimator):  # type: ignore[misc
         validation_fraction: The share of the rows that are held out; the network with the lowest loss on them is
             kept. From 100 such rows on, they also calibrate the error bars, as ``validation`` of ``lw.fit`` does.
             With fewer than 5, all rows train and none is held out.
+        cv: A number of folds, such as 5: held-out rows then say how many epochs to train for, and the network is
+            trained again on all rows, and calibrated by networks of the folds (``lw.crossfit``), for about seven
+            trainings in all.
         random_state: The seed of weights, split and batches: an integer, a ``numpy.random.RandomState`` or None.
 
     Attributes:
         posterior_: The posterior of the network, a ``lw.Fitted``.
+        crossfit_: With ``cv``, what ``lw.crossfit`` returned.
         classes_: The labels, sorted; the columns of ``predict_proba``.
         n_iter_: The number of epochs.
 
@@ -373,10 +416,12 @@ class LapwingRegressor(RegressorMixin, LapwingEstimator):  # type: ignore[misc]
         max_iter: As there.
         n_iter_no_change: As there.
         validation_fraction: As there.
+        cv: As there.
         random_state: As there.
 
     Attributes:
         posterior_: The posterior of the network, a ``lw.Fitted``.
+        crossfit_: As for ``LapwingClassifier``.
         n_iter_: The number of epochs.
 
     >>> from sklearn.datasets import load_diabetes

@@ -200,10 +200,30 @@ def test_training_keeps_the_epoch_that_is_best_on_held_out_rows() -> None:
     network = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(network.weight)
     x = torch.ones(8, 1, dtype=torch.float64)
-    epochs = Schedule(0.1, 0.0, 8, 100, 5, 0).train(network, mse_loss, x, 2 * x, (x, x))
+    epochs, best = Schedule(0.1, 0.0, 8, 100, 5, 0).train(network, mse_loss, x, 2 * x, (x, x))
     assert abs(network.weight.item() - 1) < 0.1  # within one step of Adam
     assert 10 < epochs < 30
+    assert best == epochs - 5
     assert not network.training
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers"])
+def test_folds_calibrate_a_network_of_all_rows(kind: str) -> None:
+    x = np.random.default_rng(0).normal(size=(90, 3))
+    noise = np.random.default_rng(1).normal(size=90)
+    y = x[:, 0] + noise if kind == "numbers" else x[:, 0] + noise > 0
+    make = LapwingRegressor if kind == "numbers" else LapwingClassifier
+    estimator = make((8,), cv=3, max_iter=15, random_state=0).fit(x, y)
+    crossed = estimator.crossfit_
+    assert estimator.posterior_ is crossed.posterior
+    assert estimator.posterior_.base.statistics.data == 90
+    assert sorted(crossed.rows.tolist()) == list(range(90))
+    for fold in crossed.folds:  # nothing that is left out was looked at, not even by the scales
+        module = fold.posterior.network.model
+        scales = (module.module if kind == "numbers" else module)[0]
+        np.testing.assert_allclose(scales.mean.numpy(), x[fold.training.numpy()].mean(0))
+    again = make((8,), cv=3, max_iter=15, random_state=0).fit(x, y)
+    np.testing.assert_allclose(again.predict(x[:5]), estimator.predict(x[:5]))
 
 
 def test_diverged_training_is_refused() -> None:
