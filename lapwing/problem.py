@@ -183,9 +183,42 @@ def _triples(
         yield f, likelihood.targets(f, batch.targets), batch.weights
 
 
-def total_loss(likelihood: Likelihood, pairs: Iterable[tuple[Tensor, Tensor]]) -> Statistics:
-    """Return loss and counts of pairs of outputs (B, [T,] C) and checked targets."""
-    return _total_loss(likelihood, ((f, y, None) for f, y in pairs))
+@dataclass(frozen=True, eq=False)
+class FeatureTable:
+    """Features (n, D), outputs (n, C) and targets of all data, in float64: learning does not run the network again."""
+
+    u: Tensor
+    f: Tensor
+    y: Tensor
+
+    @classmethod
+    def read(
+        cls, network: Network, likelihood: Likelihood, data: Data, features: Callable[[Inputs], tuple[Tensor, Tensor]]
+    ) -> tuple[FeatureTable, Statistics]:
+        """Return the table, and the loss at the outputs, by one pass over the data.
+
+        ``features`` gives features (B, D) and outputs (B, C) of some inputs in float64.
+        """
+        rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        for batch in data.batches("features"):
+            sample_count(network, batch)
+            u, f = features(batch.inputs)
+            check_finite(f, "outputs of the network")
+            if rows and u.shape[1] != rows[0][0].shape[1]:
+                raise DataError(
+                    f"inputs of {rows[0][0].shape[1]} and of {u.shape[1]} numbers; expected as many in all."
+                )
+            rows.append((u, f, likelihood.targets(f, batch.targets)))
+        statistics = _total_loss(likelihood, ((f, y, None) for _, f, y in rows)).over(data.processes)
+        u, f, y = map(torch.cat, zip(*rows, strict=True))
+        return cls(u, f, y.double() if y.is_floating_point() else y), statistics
+
+    def rows(self, index: Tensor | slice) -> FeatureTable:
+        """Return the rows with these numbers."""
+        return FeatureTable(self.u[index], self.f[index], self.y[index])
+
+    def __len__(self) -> int:
+        return len(self.f)
 
 
 def _total_loss(likelihood: Likelihood, triples: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> Statistics:

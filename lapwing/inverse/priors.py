@@ -22,7 +22,6 @@ from lapwing.linalg.dense import cholesky
 from lapwing.networks.selection import Selection
 from lapwing.priors import BoundPrior, FilterGP, Prior
 from lapwing.runtime.memory import chunks
-from lapwing.runtime.threads import normal_rows
 
 
 @dataclass(frozen=True)
@@ -169,24 +168,8 @@ class ClassCovariance:
         """Return Σ v."""
         raise NotImplementedError
 
-    def solve(self, v: Tensor) -> Tensor:
-        """Return Σ⁻¹ v."""
-        raise NotImplementedError
-
     def root(self, v: Tensor) -> Tensor:
         """Return L v, where L Lᵀ = Σ."""
-        raise NotImplementedError
-
-    def root_transposed(self, v: Tensor) -> Tensor:
-        """Return Lᵀ v, where L Lᵀ = Σ."""
-        raise NotImplementedError
-
-    def logdet(self) -> Tensor:
-        """Return the log-determinant of the precision Σ⁻¹."""
-        raise NotImplementedError
-
-    def penalty(self, theta: Tensor) -> Tensor:
-        """Return (θ - mean)ᵀ Σ⁻¹ (θ - mean) for θ (P,)."""
         raise NotImplementedError
 
     def limits(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,11 +179,6 @@ class ClassCovariance:
         """
         raise NotImplementedError
 
-    def samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of the weights minus their mean, (n, P), in float64."""
-        like = torch.empty(0, dtype=torch.float64, device=self.values.device)
-        return self.root(normal_rows(n, self.selection.size, generator, like))
-
     def class_grams(self, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Return the fixed matrices R S_c Rᵀ, (classes, n, n) in float64, for n rows R over the weights, by pieces.
 
@@ -209,10 +187,8 @@ class ClassCovariance:
         count as zero. Products of float32 rows are in float64 too: rounding would else make the weighted sum of the
         matrices indefinite. Cost: for a 3 × 3 kernel as much as 28 products (n, F) by (F, n), with F filters.
         """
-        parts = dict(zip(self.selection.names, self.parts, strict=True))
         total: Tensor | None = None
-        for name, rows in pieces:
-            part = parts[name]
+        for part, rows in self._parts_of(pieces):
             if total is None:
                 total = rows.new_zeros(len(self.class_blocks), len(rows), len(rows), dtype=torch.float64)
             for some in part.in_double(rows):
@@ -228,12 +204,15 @@ class ClassCovariance:
         pairs = ((n, s) for part in self.parts for n, s in zip(part.classes, part.grid.squares, strict=True))
         return tuple(sorted({number for number, square in pairs if square}))
 
+    def _parts_of(self, pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[PriorPart, Tensor]]:
+        """Yield the rows of each piece with the part of the parameter that they belong to."""
+        parts = dict(zip(self.selection.names, self.parts, strict=True))
+        return ((parts[name], rows) for name, rows in pieces)
+
     def gram(self, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Return R Σ Rᵀ (n, n) in float64 for these hyperparameters; pieces as for ``class_grams``."""
-        parts, coefficients = dict(zip(self.selection.names, self.parts, strict=True)), self.coefficients().detach()
-        total: Tensor | None = None
-        for name, rows in pieces:
-            part = parts[name]
+        total, coefficients = None, self.coefficients().detach()
+        for part, rows in self._parts_of(pieces):
             if total is None:
                 total = rows.new_zeros(len(rows), len(rows), dtype=torch.float64)
             matrix = part.grid.matrix(coefficients[list(part.classes)])
@@ -244,12 +223,10 @@ class ClassCovariance:
 
     def class_lengths(self, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Return r S_c rᵀ (classes, n) for every row r; pieces as for ``class_grams``."""
-        parts = dict(zip(self.selection.names, self.parts, strict=True))
         total: Tensor | None = None
-        for name, rows in pieces:
+        for part, rows in self._parts_of(pieces):
             if total is None:
                 total = rows.new_zeros(len(self.class_blocks), len(rows))
-            part = parts[name]
             total[list(part.classes)] += part.grid.squared_lengths(part.fold(rows))
         assert total is not None, "at least one piece"
         return total
@@ -291,14 +268,8 @@ class DiagonalCovariance(BoundPrior, ClassCovariance):
     def multiply(self, v: Tensor) -> Tensor:
         return v / self.vector.to(v)
 
-    def solve(self, v: Tensor) -> Tensor:
-        return v * self.vector.to(v)
-
     def root(self, v: Tensor) -> Tensor:
         return v / self.vector.sqrt().to(v)
-
-    def root_transposed(self, v: Tensor) -> Tensor:
-        return self.root(v)
 
 
 def same_classes(one: ClassCovariance, other: ClassCovariance) -> bool:
@@ -363,24 +334,19 @@ class FilterBlock:
         """The number of hyperparameters: variance and length-scale, or the variance alone."""
         return 2 if len(self.squares) > 1 else 1
 
-    def coefficients(self, values: Tensor) -> Tensor:
-        """Return the covariance of two taps for each class, from the hyperparameters of this block."""
+    def coefficients(self, values: Tensor, slopes: bool = False) -> Tensor:
+        """Return the covariance of two taps for each class, from the hyperparameters of this block.
+
+        With ``slopes`` return its derivative in the log length-scale; zero without one.
+        """
         if len(values) == 1:
-            return values
-        ratios = self._distances(values) / values[1]
+            return torch.zeros_like(values) if slopes else values
+        ratios = torch.tensor(self.squares, dtype=values.dtype, device=values.device).sqrt() / values[1]
+        if slopes:
+            return values[0] * torch.exp(-ratios) * ratios
         jitter = torch.zeros_like(ratios)
         jitter[0] = JITTER
         return values[0] * (torch.exp(-ratios) + jitter)
-
-    def slopes(self, values: Tensor) -> Tensor:
-        """Return the derivative of each coefficient in the log length-scale; zero without one."""
-        if len(values) == 1:
-            return torch.zeros_like(values)
-        ratios = self._distances(values) / values[1]
-        return values[0] * torch.exp(-ratios) * ratios
-
-    def _distances(self, like: Tensor) -> Tensor:
-        return torch.tensor(self.squares, dtype=like.dtype, device=like.device).sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -431,11 +397,6 @@ class BoundFilterGP(ClassCovariance):
         return tuple(number for number, block in enumerate(self.blocks) for _ in block.squares)
 
     @cached_property
-    def class_distances(self) -> tuple[float, ...]:
-        """The distance of the pairs of taps of each class."""
-        return tuple(math.sqrt(square) for block in self.blocks for square in block.squares)
-
-    @cached_property
     def parts(self) -> tuple[PriorPart, ...]:
         pairs = [(block.name, square) for block in self.blocks for square in block.squares]
         numbers = {pair: number for number, pair in enumerate(pairs)}
@@ -446,8 +407,7 @@ class BoundFilterGP(ClassCovariance):
         )
 
     def coefficients(self) -> Tensor:
-        sizes = [block.n_values for block in self.blocks]
-        return torch.cat([b.coefficients(v) for b, v in zip(self.blocks, self.values.split(sizes), strict=True)])
+        return self._by_class(slopes=False)
 
     @cached_property
     def length_blocks(self) -> tuple[int, ...]:
@@ -457,21 +417,15 @@ class BoundFilterGP(ClassCovariance):
 
     def coefficient_slopes(self) -> Tensor:
         """Return the derivative of each coefficient in the log length-scale of its block, (classes,)."""
-        sizes = [block.n_values for block in self.blocks]
-        return torch.cat([b.slopes(v) for b, v in zip(self.blocks, self.values.split(sizes), strict=True)])
+        return self._by_class(slopes=True)
 
-    @property
-    def covariances(self) -> tuple[Tensor, ...]:
-        """The covariance of the taps of one filter (taps, taps) of each parameter, in float64."""
-        return self._matrices[0]
-
-    @property
-    def factors(self) -> tuple[Tensor, ...]:
-        """The lower Cholesky factor of each of ``covariances``."""
-        return self._matrices[1]
+    def _by_class(self, slopes: bool) -> Tensor:
+        values = self.values.split([block.n_values for block in self.blocks])
+        return torch.cat([b.coefficients(v, slopes) for b, v in zip(self.blocks, values, strict=True)])
 
     @property
     def _matrices(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The covariance (taps, taps) of the taps of one filter of each parameter in float64, and its lower factor."""
         # A graph to the values is not kept: it may be used once, and a call without gradients would keep none.
         return self._compute() if self.values.requires_grad else self._kept_matrices
 
@@ -480,7 +434,7 @@ class BoundFilterGP(ClassCovariance):
         return self._compute()
 
     def _compute(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return ``covariances`` and ``factors``; parameters with equal ones share them."""
+        """Return covariances and factors; parameters with equal ones share them."""
         coefficients = self.coefficients()
         matrices = {part: part.grid.matrix(coefficients[list(part.classes)]) for part in dict.fromkeys(self.parts)}
         roots = {part: cholesky(matrix, "a filter under filter_gp()") for part, matrix in matrices.items()}
@@ -498,35 +452,15 @@ class BoundFilterGP(ClassCovariance):
         return torch.cat([part.flatten(1) for part in parts], 1).reshape(v.shape)
 
     def multiply(self, v: Tensor) -> Tensor:
-        return self._map_filters(v, self.covariances)
+        return self._map_filters(v, self._matrices[0])
 
     def root(self, v: Tensor) -> Tensor:
-        return self._map_filters(v, self.factors)
-
-    def root_transposed(self, v: Tensor) -> Tensor:
-        return self._map_filters(v, tuple(factor.mT for factor in self.factors))
-
-    def solve(self, v: Tensor) -> Tensor:
-        # In float64: the inverse of a smooth kernel has entries up to 1e6 that cancel.
-        rows = v.reshape(-1, self.selection.size)
-        parts = [
-            torch.cholesky_solve(w.double().reshape(-1, w.shape[-1]).mT, factor).mT.reshape(len(w), -1)
-            for w, factor in zip(self._filters(rows), self.factors, strict=True)
-        ]
-        return torch.cat(parts, 1).reshape(v.shape).to(v.dtype)
-
-    def logdet(self) -> Tensor:
-        counts = [size // part.grid.taps for size, part in zip(self.selection.sizes, self.parts, strict=True)]
-        halves = [n * factor.diagonal().log().sum() for n, factor in zip(counts, self.factors, strict=True)]
-        return -2 * torch.stack(halves).sum()
-
-    def penalty(self, theta: Tensor) -> Tensor:
-        return self.penalties(theta).sum()
+        return self._map_filters(v, self._matrices[1])
 
     def penalties(self, theta: Tensor) -> Tensor:
-        """Return the part of the penalty that each parameter has."""
+        """Return θᵀ Σ⁻¹ θ of each parameter, for θ (P,)."""
         terms = []
-        for filters, factor in zip(self._filters(theta[None].double()), self.factors, strict=True):
+        for filters, factor in zip(self._filters(theta[None].double()), self._matrices[1], strict=True):
             moments = filters[0].mT @ filters[0]  # small, so that gradients in the values pass through it alone
             terms.append(torch.cholesky_solve(moments, factor).diagonal().sum())
         return torch.stack(terms)

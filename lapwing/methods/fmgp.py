@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.data.batches import Data
-from lapwing.data.inputs import Inputs, check_finite
+from lapwing.data.inputs import Inputs
 from lapwing.data.streams import class_labels
 from lapwing.errors import DataError, FileError, ModelError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood, energy, refuse_energy, refuse_ignored
@@ -23,7 +23,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.passes import is_single_map, last_features
 from lapwing.networks.selection import last_layer
 from lapwing.posteriors.base import ALL, TRACE, Posterior, Step, Trace
-from lapwing.problem import STATISTICS, Problem, Statistics, sample_count, total_loss
+from lapwing.problem import STATISTICS, FeatureTable, Problem, Statistics
 from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.settings import (
     NONE,
@@ -81,42 +81,6 @@ def features(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor]:
         raise ModelError("the last layer is used several times for one input; use kernel='rbf'.")
     a, f = both
     return (a[:, :-1] if network.layout[0].bias is not None else a), f
-
-
-@dataclass(frozen=True, eq=False)
-class FeatureTable:
-    """Features (n, D), outputs (n, C) and targets of all data, in float64: learning does not run the network again."""
-
-    u: Tensor
-    f: Tensor
-    y: Tensor
-
-    @classmethod
-    def read(cls, likelihood: Likelihood, sight: Sight, data: Data) -> tuple[FeatureTable, Statistics]:
-        """Return the table and the loss at the network's outputs, by one pass over the data."""
-        features: list[Tensor] = []
-        outputs, targets = [], []
-        for batch in data.batches("features"):
-            sample_count(sight.network, batch)
-            u, f = sight(batch.inputs)
-            check_finite(f, "outputs of the network")
-            if features and u.shape[1] != features[0].shape[1]:
-                raise DataError(
-                    f"inputs of {features[0].shape[1]} and of {u.shape[1]} numbers; expected as many in all."
-                )
-            y = likelihood.targets(f, batch.targets)
-            features.append(u)
-            outputs.append(f)
-            targets.append(y.double() if y.is_floating_point() else y)
-        table = cls(torch.cat(features), torch.cat(outputs), torch.cat(targets))
-        return table, total_loss(likelihood, zip(outputs, targets, strict=True)).over(data.processes)
-
-    def rows(self, index: Tensor | slice) -> FeatureTable:
-        """Return the rows with these numbers."""
-        return FeatureTable(self.u[index], self.f[index], self.y[index])
-
-    def __len__(self) -> int:
-        return len(self.f)
 
 
 @dataclass(frozen=True, eq=False)
@@ -630,12 +594,12 @@ class FMGP(Method):
         uses_features = KERNELS[kind].uses_features
         first = next(iter(data.batches("first batch"))).inputs
         sight = Sight(network, last_layer_network(network, first) if uses_features else None)
-        table, statistics = FeatureTable.read(problem.likelihood, sight, data)
+        table, statistics = FeatureTable.read(network, problem.likelihood, data, sight)
         problem = problem.with_known_prior().with_residual_noise(statistics)
         units = Units.of(table.u, per_column=not uses_features)
         held_out = None
         if self.validation is not None:
-            rows, _ = FeatureTable.read(problem.likelihood, sight, self.validation)
+            rows, _ = FeatureTable.read(network, problem.likelihood, self.validation, sight)
             refuse_ignored(problem.likelihood, rows.y, "validation targets")
             held_out = units.standardise(rows)
         table = units.standardise(table)

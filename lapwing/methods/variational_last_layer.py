@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.data.batches import Data
-from lapwing.data.inputs import check_finite
+from lapwing.data.inputs import Inputs
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload
@@ -18,7 +18,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.passes import is_single_map
 from lapwing.networks.selection import LastLayer, Weights
 from lapwing.posteriors.sampled import MeanFieldPosterior, feature_function
-from lapwing.problem import Problem, Statistics, sample_count, total_loss
+from lapwing.problem import FeatureTable, Problem, Statistics
 from lapwing.runtime.memory import chunks, refuse_large_result
 from lapwing.runtime.settings import POSITIVE, integer, setting
 from lapwing.runtime.threads import ProgressBar, derived_generator, normal
@@ -86,7 +86,7 @@ class VariationalLastLayer(Method):
             raise UnsupportedError(
                 "a g-prior follows the curvature, which VariationalLastLayer() does not have; use isotropic()."
             )
-        rows, statistics = FeatureRows.read(problem, data, self.samples)
+        rows, statistics = read_features(problem, data, self.samples)
         problem = problem.with_residual_noise(statistics).with_known_prior()
         bound = Bound.of(rows, problem, statistics)
         if problem.likelihood.noise_variance is not None:
@@ -123,40 +123,28 @@ def _refuse_other_weights(network: Network) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class FeatureRows:
-    """Features a (n, D) of all data in float64, and their targets."""
+def read_features(problem: Problem, data: Data, samples: int) -> tuple[FeatureTable, Statistics]:
+    """Return the features of all data, and the loss of the network itself, by one pass over the data.
 
-    a: Tensor
-    y: Tensor
+    Raise once the features so far, with ``samples`` draws of every output, take too much memory.
+    """
+    network, likelihood, count = problem.network, problem.likelihood, 0
+    run, weights = feature_function(network), _matrix(network, network.theta().double())
+    draws = 1 if likelihood.noise_variance is not None else samples
 
-    @classmethod
-    def read(cls, problem: Problem, data: Data, samples: int) -> tuple[FeatureRows, Statistics]:
-        """Return the features, and the loss of the network itself, by one pass over the data.
+    def features(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        nonlocal count
+        a = network.in_chunks(inputs, run)
+        f = a @ weights.mT
+        count += len(a)
+        refuse_large_result(
+            16 * count * (a.shape[1] + draws * f.shape[-1]), network.device,
+            f"VariationalLastLayer() with the features of {count} data",
+            "Use fewer data, or Kron() with weights=lw.last_layer",
+        )  # fmt: skip
+        return a, f
 
-        Raise once the features so far, with ``samples`` draws of every output, take too much memory.
-        """
-        network, likelihood = problem.network, problem.likelihood
-        run, weights = feature_function(network), _matrix(network, network.theta().double())
-        features, targets, outputs, count = [], [], [], 0
-        draws = 1 if likelihood.noise_variance is not None else samples
-        for batch in data.batches("features"):
-            sample_count(network, batch)
-            a = network.in_chunks(batch.inputs, run)
-            f = a @ weights.mT
-            check_finite(f, "outputs of the network")
-            count += len(a)
-            refuse_large_result(
-                16 * count * (a.shape[1] + draws * f.shape[-1]), network.device,
-                f"VariationalLastLayer() with the features of {count} data",
-                "Use fewer data, or Kron() with weights=lw.last_layer",
-            )  # fmt: skip
-            y = likelihood.targets(f, batch.targets)
-            features.append(a)
-            outputs.append(f)
-            targets.append(y.double() if y.is_floating_point() else y)
-        statistics = total_loss(likelihood, zip(outputs, targets, strict=True)).over(data.processes)
-        return cls(torch.cat(features), torch.cat(targets)), statistics
+    return FeatureTable.read(network, likelihood, data, features)
 
 
 def _matrix(network: Network, theta: Tensor) -> Tensor:
@@ -168,7 +156,8 @@ def _matrix(network: Network, theta: Tensor) -> Tensor:
 class Bound:
     """The evidence bound E_q log p(y | f) - KL(q | prior) of q = N(mean, diag(variance)), in nats."""
 
-    rows: FeatureRows
+    a: Tensor  # the features, (n, D)
+    y: Tensor
     likelihood: Likelihood
     precision: Tensor  # A of the prior, (C, D)
     centre: Tensor  # the mean of the prior, (C, D)
@@ -176,14 +165,14 @@ class Bound:
     constant: float  # the normaliser of the likelihood
 
     @classmethod
-    def of(cls, rows: FeatureRows, problem: Problem, statistics: Statistics) -> Bound:
+    def of(cls, rows: FeatureTable, problem: Problem, statistics: Statistics) -> Bound:
         network, prior, likelihood = problem.network, problem.prior, problem.likelihood
         theta = network.theta().double()
         precision = _matrix(network, prior.vector.detach().to(theta))
         centre = _matrix(network, torch.zeros_like(theta) + prior.mean)
         normaliser = likelihood.log_normaliser(likelihood.dispersion, statistics.outputs)
         constant = -statistics.data * float(normaliser)
-        return cls(rows, likelihood, precision, centre, _matrix(network, theta), constant)
+        return cls(rows.u, rows.y, likelihood, precision, centre, _matrix(network, theta), constant)
 
     def kl(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Return KL(q | prior)."""
@@ -195,7 +184,7 @@ class Bound:
 
         The exact posterior mean of every output, and one over the diagonal of its exact precision.
         """
-        a, noise = self.rows.a, self._each_output(noise)
+        a, noise = self.a, self._each_output(noise)
         gram, target = a.mT @ a, (self._y - a @ self.centre.mT).mT @ a / noise[:, None]
         means = []
         for scale, precision, right in zip(noise, self.precision, target, strict=True):
@@ -209,26 +198,26 @@ class Bound:
 
     def gaussian(self, noise: Tensor, mean: Tensor, variance: Tensor) -> float:
         """Return the bound for Gaussian noise of this variance, () or (C,), in closed form."""
-        a, noise = self.rows.a, self._each_output(noise)
+        a, noise = self.a, self._each_output(noise)
         squares = (self._y - a @ mean.mT).square() + a.square() @ variance.mT
         likelihood = -0.5 * (squares / noise + (2 * math.pi * noise).log()).sum()
         return float(likelihood - self.kl(mean, variance))
 
     @property
     def _y(self) -> Tensor:
-        return self.rows.y.reshape(len(self.rows.a), -1)
+        return self.y.reshape(len(self.a), -1)
 
     def _each_output(self, noise: Tensor) -> Tensor:
-        return noise.to(self.rows.a).expand(len(self.start))
+        return noise.to(self.a).expand(len(self.start))
 
     def laplace_variance(self) -> Tensor:
         """Return the variances of the diagonal Laplace approximation at the network's weights, (C, D)."""
-        f = self.rows.a @ self.start.mT
+        f = self.a @ self.start.mT
         if self.likelihood.has_hessian:
-            diagonal = self.likelihood.hessian(f, self.rows.y).diagonal
+            diagonal = self.likelihood.hessian(f, self.y).diagonal
         else:
-            diagonal = self.likelihood.root(f, self.rows.y).square().sum(-1)
-        curvature = diagonal.to(f).mT @ self.rows.a.square() / float(self.likelihood.dispersion)
+            diagonal = self.likelihood.root(f, self.y).square().sum(-1)
+        curvature = diagonal.to(f).mT @ self.a.square() / float(self.likelihood.dispersion)
         return 1 / (self.precision + curvature)
 
 
@@ -244,7 +233,7 @@ class BoundSearch:
     @classmethod
     def of(cls, settings: VariationalLastLayer, bound: Bound) -> BoundSearch:
         generator = derived_generator(torch.Generator().manual_seed(settings.seed), torch.empty(0))
-        a, outputs = bound.rows.a, len(bound.start)
+        a, outputs = bound.a, len(bound.start)
         # Row by row, so that the draws of a datum do not depend on the number of data.
         noise = normal((len(a), settings.samples // 2, outputs), generator, a).transpose(0, 1).contiguous()
         return cls(settings, bound, noise, bound.laplace_variance().sqrt())
@@ -283,17 +272,17 @@ class BoundSearch:
     def _loss(self, step: Tensor, width: Tensor) -> Tensor:
         """Return the negative bound, with its gradients in ``step.grad`` and ``width.grad``."""
         step.grad = width.grad = None
-        bound, rows = self.bound, self.bound.rows
+        bound = self.bound
         phi, count = float(bound.likelihood.dispersion), 2 * len(self.noise)
-        each = 8 * COPIES * self.settings.samples * len(bound.start) + 8 * rows.a.shape[1]
-        total = torch.zeros((), dtype=torch.float64, device=rows.a.device)
+        each = 8 * COPIES * self.settings.samples * len(bound.start) + 8 * bound.a.shape[1]
+        total = torch.zeros((), dtype=torch.float64, device=bound.a.device)
         with torch.enable_grad():
-            for part in chunks(len(rows.a), each, rows.a.device):
+            for part in chunks(len(bound.a), each, bound.a.device):
                 mean, deviation = self._weights(step, width)
-                a, noise = rows.a[part], self.noise[:, part]
+                a, noise = bound.a[part], self.noise[:, part]
                 spread = noise * (a.square() @ deviation.square().mT).sqrt()
                 f = a @ mean.mT + torch.cat([spread, -spread])  # (S, B, C)
-                y = rows.y[part].expand(count, *rows.y[part].shape)
+                y = bound.y[part].expand(count, *bound.y[part].shape)
                 loss = bound.likelihood.loss(f.flatten(0, 1), y.flatten(0, 1)).sum() / (count * phi)
                 loss.backward()
                 total = total + loss.detach()

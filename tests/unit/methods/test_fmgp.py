@@ -16,7 +16,6 @@ from lapwing.linalg.stochastic import Inducing
 from lapwing.methods import fmgp as function_space
 from lapwing.methods.fmgp import (
     KERNELS,
-    FeatureTable,
     FreeKernel,
     FunctionPosterior,
     KernelState,
@@ -27,7 +26,7 @@ from lapwing.methods.fmgp import (
     output_scale,
 )
 from lapwing.networks.network import Network
-from lapwing.problem import Problem, Statistics
+from lapwing.problem import FeatureTable, Problem, Statistics
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense
