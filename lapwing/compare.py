@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,33 +106,29 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
     for name, fitted in posteriors.items():
         FITTED.check(repr(name), fitted)
     _refuse_different(posteriors)
-    with torch.no_grad():
-        evidences = {name: float(fitted.log_evidence()) for name, fitted in posteriors.items()}
-        errors = {name: float(fitted.evidence_error) for name, fitted in posteriors.items()}
-        fits = {name: float(fitted.base.log_likelihood()) for name, fitted in posteriors.items()}
-    probabilities = _probabilities(evidences, errors)
     gammas = {name: fitted.effective_parameters() for name, fitted in posteriors.items()}
-    rows = [
-        Candidate(name, value, fits[name], fits[name] - value, gammas[name].weights, gammas[name].total,
-                  probabilities[name], errors[name])
-        for name, value in evidences.items()
-    ]  # fmt: skip
-    ranked = tuple(sorted(rows, key=lambda row: -row.log_evidence))
+    rows = []
+    for name, fitted in posteriors.items():
+        with torch.no_grad():
+            evidence, error = float(fitted.log_evidence()), float(fitted.evidence_error)
+            fit, gamma = float(fitted.base.log_likelihood()), gammas[name]
+        rows.append(Candidate(name, evidence, fit, fit - evidence, gamma.weights, gamma.total, 0.0, error))
+    rows.sort(key=lambda row: -row.log_evidence)
+    ranked = tuple(replace(row, probability=p) for row, p in zip(rows, _probabilities(rows), strict=True))
     return Comparison(ranked, (*_undecided_finding(ranked), *_findings(ranked, gammas)))
 
 
-def _probabilities(evidences: Mapping[str, float], errors: Mapping[str, float]) -> dict[str, float]:
+def _probabilities(ranked: Sequence[Candidate]) -> list[float]:
     """Return the probability of each model for equal prior odds, averaged over independent Gaussian errors.
 
     The draws are fixed and assigned by rank, so that the order of the mapping does not matter.
     """
-    names = sorted(evidences, key=lambda name: -evidences[name])
-    values, spread = (torch.tensor([each[name] for name in names], dtype=torch.float64) for each in (evidences, errors))
+    values, spread = torch.tensor([(row.log_evidence, row.error) for row in ranked], dtype=torch.float64).unbind(1)
     means = values.softmax(0)
     if bool(spread.any()):
-        z = torch.randn(DRAWS, len(names), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        z = torch.randn(DRAWS, len(ranked), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         means = torch.stack([(values + sign * spread * z).softmax(1).mean(0) for sign in (1, -1)]).mean(0)
-    return dict(zip(names, means.tolist(), strict=True))
+    return [float(mean) for mean in means]
 
 
 def _undecided_finding(ranked: tuple[Candidate, ...]) -> tuple[str, ...]:

@@ -72,11 +72,6 @@ def positions_of(model: nn.Module, candidates: Selection) -> Tensor:
     return flat if candidates.index is None else flat[candidates.index.to(flat.device)]
 
 
-def choose_largest_in(scores: Tensor, network: Network, n: float) -> Subnetwork:
-    """Return the candidates of a network with the largest scores, (P,)."""
-    return choose_largest(scores, positions_of(network.model, network.selection), n)
-
-
 def choose_largest(scores: Tensor, positions: Tensor, n: float) -> Subnetwork:
     """Return the n positions (P,) with the largest scores (P,), in rising order."""
     check_finite(scores, "scores of the weights")
@@ -136,14 +131,12 @@ def by_variance(
     >>> lw.fit(net, [(x, x[:, :2])], "regression", method=lw.Full(), weights=some)
     <Fitted: Full, 5 weights, ...>
     """
-    NUMBER.check("n", n)
-    problem, batches = problem_and_data(model, data, likelihood, within, prior, target_key, progress)
-    number_to_choose(n, problem.network.selection.size)  # refuse before the passes
+    problem, batches, positions, _ = read_candidates(model, data, likelihood, n, within, prior, target_key, progress)
     posterior = Diagonal().fit(problem, batches)
     precision = curvature_diagonal(posterior)
     if prior is not None:  # otherwise the order is that of H, in which no digits are lost beside the prior
         precision = precision / dispersion_of(posterior) + posterior.problem.prior.vector.to(precision)
-    return choose_largest_in(-precision, problem.network, n)
+    return choose_largest(-precision, positions, n)
 
 
 @outside_autocast
@@ -188,11 +181,10 @@ def by_swag(
     """
     NUMBER.check("n", n)
     (SETTINGS | NONE).check("swag", swag)
-    problem, batches = problem_and_data(model, data, likelihood, None, None, target_key, progress)
-    candidates = problem.network
+    problem, batches, positions, _ = read_candidates(model, data, likelihood, 1, None, None, target_key, progress)
     if within is not None:
         candidates = Network.build(model, batches.peek()[1].inputs, find_weights(within))
-    positions = positions_of(model, candidates.selection)
+        positions = positions_of(model, candidates.selection)
     number_to_choose(n, len(positions))  # refuse before the training
     settings = replace(swag or SWAG(), rank=2)  # deviations are not used
     variances = settings.collect(problem, batches).variance
@@ -234,26 +226,29 @@ def by_gradient(
     >>> len(by_gradient(net, [(x, x[:, :2])], "regression", 6).index)
     6
     """
-    NUMBER.check("n", n)
-    problem, batches = problem_and_data(model, data, likelihood, within, None, target_key, progress)
-    number_to_choose(n, problem.network.selection.size)  # refuse before the passes
-    return choose_largest_in(squared_gradients(problem, batches), problem.network, n)
+    problem, batches, positions, _ = read_candidates(model, data, likelihood, n, within, None, target_key, progress)
+    return choose_largest(squared_gradients(problem, batches), positions, n)
 
 
-def problem_and_data(
+def read_candidates(
     model: nn.Module,
     data: Iterable[object],
     likelihood: Likelihood | str,
+    n: float,
     within: Weights | str | None,
     prior: Prior | float | None,
     target_key: str | None,
     progress: bool | None,
-) -> tuple[Problem, Data]:
-    """Return the problem over the candidates, and the data in the form of its outputs."""
+) -> tuple[Problem, Data, Tensor, int]:
+    """Return the problem over the candidates, data in the form of its outputs, positions, and how many to choose.
+
+    Raise before any pass over the data if these weights or so many cannot be chosen.
+    """
+    NUMBER.check("n", n)
     batches = Data(data, device_of(model), target_key, should_show_progress(progress), dtype=arithmetic_of(model))
     problem = problem_of(model, batches, likelihood, within, prior)
-    positions_of(model, problem.network.selection)  # refuse frozen candidates before the passes
-    return problem, problem.network.arrange_data(batches)
+    positions = positions_of(model, problem.network.selection)
+    return problem, problem.network.arrange_data(batches), positions, number_to_choose(n, len(positions))
 
 
 def curvature_diagonal(posterior: WeightPosterior) -> Tensor:
@@ -379,10 +374,10 @@ def greedy(
     >>> len(greedy(net, [(x, x[:, :2])], "regression", 6).index)
     6
     """
-    NUMBER.check("n", n)
-    problem, batches = problem_and_data(model, data, likelihood, within, prior, target_key, progress)
-    device, candidates = problem.network.device, problem.network.selection.size
-    count = number_to_choose(n, candidates)
+    problem, batches, positions, count = read_candidates(
+        model, data, likelihood, n, within, prior, target_key, progress
+    )
+    device, candidates = problem.network.device, len(positions)
     size = min(candidates, max(POOL, 2 * count)) if pool is None else _checked_pool(pool, count, candidates)
     refuse_large_result(24 * size**2 + 16 * size * count, device, f"a pool of {size} weights", "Lower n or pool")
     posterior = Diagonal(curvature="ggn").fit(problem, batches)
@@ -393,7 +388,7 @@ def greedy(
     if size < candidates:
         alone = squared_gradients(problem, batches) / (curvature_diagonal(posterior) / phi + added)
         kept = alone.argsort(descending=True, stable=True)[:size].sort().values
-    positions = positions_of(model, problem.network.selection).to(device)[kept]
+    positions = positions.to(device)[kept]
     network = Network.build(model, batches.peek()[1].inputs, Subnetwork(positions))
     gram, curvature = (
         full_curvature(Sweep(network, problem.likelihood, batches, Seeds(seeds), "pool", closed=False), network).matrix

@@ -45,46 +45,36 @@ from lapwing.runtime.threads import ProgressBar, Stream
 from lapwing.tuners.base import check_tuner, give_data
 
 
-@dataclass(frozen=True, eq=False)
-class Buffers:
-    """The buffers of a model before an epoch, such as the running statistics of BatchNorm, which depend on the data."""
+@torch.no_grad()
+def average_buffers(model: nn.Module, processes: Processes, before: Sequence[Tensor], rows: int) -> None:
+    """Replace the buffers that changed by their mean over the processes, weighted by their data, and take the weights.
 
-    model: nn.Module
-    processes: Processes
-    before: tuple[Tensor, ...]
+    Buffers are numbers such as the running statistics of BatchNorm, which depend on the data. Whole numbers are those
+    of the first process with the most data. Weights are the same up to rounding, which may differ between machines;
+    those of the first process are kept.
 
-    @classmethod
-    def of(cls, model: nn.Module, processes: Processes) -> Buffers:
-        """Return a copy of the buffers as they are; none if there is one process."""
-        copied = () if processes.group is None else tuple(buffer.clone() for buffer in model.buffers())
-        return cls(model, processes, copied)
-
-    @torch.no_grad()
-    def average(self, rows: int) -> None:
-        """Replace buffers that changed by their mean over the processes, weighted by their data, and take the weights.
-
-        Whole numbers are those of the first process with the most data. Weights are the same up to rounding, which may
-        differ between machines; those of the first process are kept.
-        """
-        if self.processes.group is None:
-            return
-        now = list(self.model.buffers())
-        changed = [float(not torch.equal(a, b)) for a, b in zip(self.before, now, strict=True)]
-        (flags,) = self.processes.sum([torch.tensor(changed)])
-        counts = self.processes.gather_numbers(rows)
-        chosen = counts.index(max(counts)) == self.processes.rank
-        share = rows / max(1, sum(counts))
-        moved = [buffer for buffer, flag in zip(now, flags.tolist(), strict=True) if flag]
-        weights = [share if buffer.is_floating_point() else int(chosen) for buffer in moved]
-        own = [
-            buffer * weight if weight else torch.zeros_like(buffer)
-            for buffer, weight in zip(moved, weights, strict=True)
-        ]
-        for buffer, total in zip(moved, self.processes.sum(own), strict=True):
-            buffer.copy_(total)
-        parameters = list(self.model.parameters())
-        for parameter, first in zip(parameters, self.processes.copy_of_first(parameters), strict=True):
-            parameter.copy_(first)
+    Args:
+        model: The model of this process.
+        processes: All processes; nothing changes if there is one.
+        before: Copies of the buffers before the epoch.
+        rows: The number of rows that this process saw.
+    """
+    if processes.group is None:
+        return
+    now = list(model.buffers())
+    changed = [float(not torch.equal(a, b)) for a, b in zip(before, now, strict=True)]
+    (flags,) = processes.sum([torch.tensor(changed)])
+    counts = processes.gather_numbers(rows)
+    chosen = counts.index(max(counts)) == processes.rank
+    share = rows / max(1, sum(counts))
+    moved = [buffer for buffer, flag in zip(now, flags.tolist(), strict=True) if flag]
+    weights = [share if buffer.is_floating_point() else int(chosen) for buffer in moved]
+    own = [each * weight if weight else torch.zeros_like(each) for each, weight in zip(moved, weights, strict=True)]
+    for buffer, total in zip(moved, processes.sum(own), strict=True):
+        buffer.copy_(total)
+    parameters = list(model.parameters())
+    for parameter, first in zip(parameters, processes.copy_of_first(parameters), strict=True):
+        parameter.copy_(first)
 
 
 FORMAT = "lapwing-training-1"
@@ -368,8 +358,8 @@ class _Trainer:
             module.training = training or not self.modes[0]
         total, seen = 0.0, 0
         coefficients = self._by_parameter(self.prior.vector.detach())
-        exchanged = Buffers.of(self.network.model, self.data.processes)
-        own = 0
+        model, processes, own = self.network.model, self.data.processes, 0
+        before = [buffer.clone() for buffer in model.buffers()] if processes.group is not None else []
         for step, size in self._steps(number):
             own += sum(batch.n_samples for batch in step)
             if not self.recipe.full_batch:
@@ -381,7 +371,7 @@ class _Trainer:
             total, seen = total + size * value, seen + size
         # The loss is computed before each step, so it does not show whether the last step was finite.
         self._refuse_not_finite(float(sum(p.detach().sum() for p in self.parameters)), "sum of the weights", number)
-        exchanged.average(own)
+        average_buffers(model, processes, before, own)
         return total / max(seen, 1)
 
     def _steps(self, number: int) -> Iterator[tuple[tuple[Batch, ...], int]]:

@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 import lapwing as lw
 from lapwing.data.processes import Processes
 from lapwing.recipes import Recipe
-from lapwing.training import Buffers
+from lapwing.training import average_buffers
 
 Result = dict[str, Any]
 LIMIT = 60  # seconds after which a process that waits for another gives up
@@ -358,11 +358,11 @@ def buffers(share: Share) -> Result:
         return {"mean": torch.full((2,), 7.0), "count": torch.tensor(5), "kept": torch.tensor([1.0, float("inf")])}
     model, processes = nn.BatchNorm1d(2), Processes.of(share.group)
     model.register_buffer("kept", torch.tensor([1.0, float("inf")]))
-    before = Buffers.of(model, processes)
+    before = [buffer.clone() for buffer in model.buffers()]
     count = [3, 5, 0][share.rank]
     model.running_mean += 7.0 + (5 if share.rank == 0 else -3) * (share.size > 1) if count else float("nan")
     model.num_batches_tracked += count if share.size > 1 else 5
-    before.average(count)
+    average_buffers(model, processes, before, count)
     return {"mean": model.running_mean, "count": model.num_batches_tracked, "kept": model.kept}
 
 

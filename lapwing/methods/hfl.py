@@ -300,7 +300,10 @@ SCALES = (-12, 20)  # range of the log-scale that calibration searches
 
 
 def evaluation_batches(given: Any, objective: Objective, data: Data, subsample: bool) -> list[Inputs]:
-    """Return the batches of inputs to average over: those given, else the training inputs, or a subsample of them."""
+    """Return the batches of inputs to average over: those given, else the training inputs, or a subsample of them.
+
+    Raise if evaluation inputs are empty, not finite, or do not fit the network.
+    """
     if given is None and subsample:
         return [Pool.draw(data, EVALUATED, torch.Generator().manual_seed(0)).inputs]
     if given is None:
@@ -308,12 +311,6 @@ def evaluation_batches(given: Any, objective: Objective, data: Data, subsample: 
     one = isinstance(given, Tensor | Mapping | tuple) or not isinstance(given, Iterable)
     device = objective.network.device
     batches = [map_tensors(part, lambda t: t.to(device)) for part in ([given] if one else list(given))]
-    _check_evaluation(objective, batches)
-    return batches
-
-
-def _check_evaluation(objective: Objective, batches: list[Inputs]) -> None:
-    """Raise if evaluation inputs are empty, not finite, or do not fit the network."""
     sizes = [SampleRows().count(part) for part in batches]
     if not sizes or 0 in sizes:
         raise DataError(f"evaluation holds batches of {sizes} inputs; expected at least one batch, and inputs in each.")
@@ -327,6 +324,7 @@ def _check_evaluation(objective: Objective, batches: list[Inputs]) -> None:
                 "targets: one batch, or a list of batches."
             ) from error
         check_finite(f, "outputs of the network at the evaluation inputs")
+    return batches
 
 
 def push_of_average(objective: Objective, batches: list[Inputs], absolute: bool) -> Push:

@@ -340,24 +340,22 @@ class Anchors:
     def __len__(self) -> int:
         return len(self.outputs)
 
-    @property
-    def parts(self) -> Iterable[LayerJacobians]:
-        """J_Z in float64, in chunks of anchors that fit the byte budget."""
-        return _RecomputedRows(self) if self._kept is None else self._kept
+    def __iter__(self) -> Iterator[LayerJacobians]:
+        """Yield J_Z in float64, in chunks of anchors that fit the byte budget."""
+        return self._compute() if self._kept is None else iter(self._kept)
 
     @cached_property
     def _kept(self) -> tuple[LayerJacobians, ...] | None:
         """All chunks, if they take at most half of the byte budget."""
         kept, left = [], budget(self.network.device) // 2
-        for part in _RecomputedRows(self):
+        for part in self._compute():
             kept.append(part)
             left -= part.nbytes
             if left < 0:
                 return None
         return tuple(kept)
 
-    def compute(self) -> Iterator[LayerJacobians]:
-        """Compute J_Z in chunks."""
+    def _compute(self) -> Iterator[LayerJacobians]:
         network = self.network
         each = 8 * COPIES * (network.footprint.width + network.footprint.whole)
         most = batch_size_for(len(self), each, network.device)
@@ -379,21 +377,21 @@ class Anchors:
 
     def kernel(self, prior: BoundPrior) -> Tensor:
         """Return J_Z A⁻¹ J_Zᵀ, (M, M)."""
-        return concat_chunks((self.against(part, prior) for part in self.parts), len(self))
+        return concat_chunks((self.against(part, prior) for part in self), len(self))
 
     def against(self, jacobian: LayerJacobians, prior: BoundPrior) -> Tensor:
         """Return J A⁻¹ J_Zᵀ for the rows of another Jacobian, (B K, M), in float64."""
         jacobian = jacobian if jacobian.dtype == torch.float64 else jacobian.double()
-        return concat_chunks((prior_kernel(jacobian, prior, part) for part in self.parts), len(self), 1)
+        return concat_chunks((prior_kernel(jacobian, prior, part) for part in self), len(self), 1)
 
     def times(self, v: Tensor) -> Tensor:
         """Return v J_Zᵀ for v (n, P): (n, M)."""
-        return concat_chunks((part.jvp(v)[:, :, 0] for part in self.parts), len(self), 1)
+        return concat_chunks((part.jvp(v)[:, :, 0] for part in self), len(self), 1)
 
     def combine(self, c: Tensor) -> Tensor:
         """Return c J_Z for c (n, M): (n, P)."""
         total, start = c.new_zeros(len(c), self.network.selection.size), 0
-        for part in self.parts:
+        for part in self:
             total += part.vjp(c[:, start : start + part.batch, None])
             start += part.batch
         return total
@@ -401,16 +399,6 @@ class Anchors:
     def at(self, inputs: Inputs) -> Anchors:
         """Return anchors with the same outputs at other inputs."""
         return Anchors(self.network, inputs, self.outputs)
-
-
-@dataclass(frozen=True, eq=False)
-class _RecomputedRows:
-    """The rows of anchors, computed whenever they are iterated over."""
-
-    anchors: Anchors
-
-    def __iter__(self) -> Iterator[LayerJacobians]:
-        return self.anchors.compute()
 
 
 @dataclass(frozen=True, eq=False)

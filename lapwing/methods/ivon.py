@@ -84,7 +84,7 @@ class IVON(Method):
         package()
         network = problem.network
         start = summed_loss(network, problem.likelihood, data)
-        problem, *moments = Training.of(self, problem, data, start).run(data.progress)
+        problem, *moments = VariationalDescent.of(self, problem, data, start).run(data.progress)
         posterior = GaussianDrawsPosterior(
             problem.with_known_prior(), start, network.theta(), self.samples, self.seed, *moments
         )
@@ -117,7 +117,7 @@ def package() -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
+class VariationalDescent:
     """IVON on the mean loss at unit dispersion.
 
     With the effective sample size n/φ and the weight decay δ = φ A/n the variance 1/(n/φ (h + δ)) is 1/(n h/φ + A),
@@ -132,7 +132,7 @@ class Training:
     pieces: tuple[slice, ...]  # of the weights, each with one precision
 
     @classmethod
-    def of(cls, settings: IVON, problem: Problem, data: Data, start: Statistics) -> Training:
+    def of(cls, settings: IVON, problem: Problem, data: Data, start: Statistics) -> VariationalDescent:
         """Return the training; raise if the prior is none that the optimiser can take."""
         prior, selection = problem.prior, problem.network.selection
         problem = problem.with_residual_noise(start)

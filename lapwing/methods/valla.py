@@ -593,7 +593,7 @@ class Stochastic:
         """Return the rows J_Z after these moves, in parts, and the whitening of their kernel."""
         anchors, prior = self.points.anchors, self.points.problem.prior
         if moves is None:
-            return anchors.parts, smooth_whitening(anchors.kernel(prior))
+            return anchors, smooth_whitening(anchors.kernel(prior))
         jacobian = anchors.differentiable(self.points.move(moves))
         return (jacobian,), smooth_whitening(prior_kernel(jacobian, prior))
 
@@ -651,7 +651,7 @@ class Validation:
         with torch.no_grad():
             white = smooth_whitening(points.anchors.kernel(problem.prior))
             for batch in self.data.batches("validation"):
-                f, y, prior_cov, rows = whitened_rows(problem, batch, points.anchors.parts, white)
+                f, y, prior_cov, rows = whitened_rows(problem, batch, points.anchors, white)
                 refuse_ignored(likelihood, y, "validation targets")
                 covs = points.inducing.posterior_covs(scale * prior_cov, scale.sqrt() * rows, factors)
                 for i, cov in enumerate(covs):

@@ -122,11 +122,6 @@ class CellGrid:
         return torch.tensor([cell.scale for cell in self.cells], dtype=torch.float64)
 
 
-def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
-    """Return log p(y | x, cell) of every datum and cell, (n, cells) in float64; see ``counted_scores``."""
-    return counted_scores(grid, data, limit)[0]
-
-
 def counted_scores(grid: CellGrid, data: Data, limit: int | None = None) -> tuple[Tensor, Tensor]:
     """Return log p(y | x, cell) of every datum and cell, (n, cells), and how often each counts, (n,), in float64.
 

@@ -413,16 +413,16 @@ class SampleEM(TunerWithSettings):
             finding += f", of a group ± {_standard_error(gammas):.0%} of it or less"
         if change > self.tolerance:
             finding += f"; a logarithm still moved by {change:.2g} at the last step"
-        trace = Trace("SampleEM", "gamma", tuple(steps), (finding,))
+        result = current.with_trace(Trace("SampleEM", "gamma", tuple(steps), (finding,)))
         if change > max(NOT_CONVERGED, self.tolerance) and self.max_steps > 1:
             raise DivergedError(
                 f"SampleEM: after {self.max_steps} steps a logarithm moves by {change:.2g}; expected at most "
                 f"{self.tolerance:g}. Raise max_steps or Sampled(num_samples=...), take mode='network', or give the "
                 "prior.",
-                trace,
-                current.with_trace(trace),
+                result.trace,
+                result,
             )
-        return current.with_trace(trace)
+        return result
 
 
 def _refuse_diverged(

@@ -102,7 +102,7 @@ def test_chunks_of_anchors(name: str) -> None:
     prior = bound("diagonal", anchors.network)
     c = torch.randn(4, M, dtype=D)
     with lw.memory.limited(1):
-        assert [part.batch for part in anchors.parts] == [1] * M
+        assert [part.batch for part in anchors] == [1] * M
         assert_close(anchors.kernel(prior), inducing.kernel(z, z, prior.vector))
         assert_close(anchors.combine(c), c @ z)
         assert_close(anchors.times(c @ z), c @ z @ z.T)
@@ -548,7 +548,7 @@ def test_the_posterior_has_the_learned_covariance(alpha: float) -> None:
     x = torch.linspace(-4, 4, 9, dtype=D)[:, None]
     with torch.no_grad():
         white = smooth_whitening(start.anchors.kernel(start.problem.prior))
-        _, _, before, rows = whitened_rows(start.problem, Batch(x, x), start.anchors.parts, white)
+        _, _, before, rows = whitened_rows(start.problem, Batch(x, x), start.anchors, white)
         s = log_scale.exp()
         expected = state.inducing.posterior_cov(s * before, s.sqrt() * rows)
     found = state.snapshot().posterior(data)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 from weakref import WeakSet
 
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
+from lapwing.data.batches import Data
+from lapwing.tuners.grid import CellGrid, counted_scores
 from tests import problems
 from tests.cases import BY_NAME, Case
 
@@ -79,6 +83,24 @@ def log_densities(fitted: lw.Fitted, held: list[Any]) -> Tensor:
 def brute_force(fitted: lw.Fitted, held: list[Any], values: Any = VALUES) -> Tensor:
     """The mean negative log density under every precision."""
     return torch.stack([-log_densities(fitted.with_prior(v), held).mean() for v in values])
+
+
+def log_scores(grid: CellGrid, data: Data, limit: int | None = None) -> Tensor:
+    """log p(y | x, cell) of every datum and cell, (n, cells)."""
+    return counted_scores(grid, data, limit)[0]
+
+
+def failing(fitted: lw.Fitted, good: int, change: float = math.nan) -> Any:
+    """Return the posterior with an evidence that is as it was for some calls, and then multiplied by ``change``."""
+    calls: list[int] = []
+
+    class Failing(type(fitted.posterior)):  # type: ignore[misc]
+        def log_evidence(self) -> Tensor:
+            calls.append(1)
+            value: Tensor = super().log_evidence()
+            return value if len(calls) <= good else value * change
+
+    return Failing(**{f.name: getattr(fitted.posterior, f.name) for f in fields(fitted.posterior)})
 
 
 def results_of(owner: type, method: str, monkeypatch: pytest.MonkeyPatch) -> WeakSet[Any]:

@@ -17,6 +17,7 @@ from tests.cases import BY_NAME
 from tests.references import dense, kfac, structures
 from tests.references.linear_regression import regress
 from tests.tolerances import SOLVED, assert_close
+from tests.unit.tuners.settings import failing
 
 D = torch.float64
 MLP = BY_NAME["mlp"]
@@ -28,7 +29,10 @@ PRIORS: dict[str, Any] = {
     "isotropic": lw.isotropic(1.0), "per_layer": lw.per_layer(1.0), "about a mean": lw.isotropic(1.0, 0.3),
     "grouped": lw.grouped({r"0\..*": 1.0, r"[24]\..*": 1.0}), "g": lw.priors.g_prior(1.0),
 }  # fmt: skip
-PAIRS = [(m, p) for m in METHODS for p in PRIORS if (m, p) != ("ekron", "g")]
+PAIRS = [
+    *(("full", prior) for prior in PRIORS), ("diagonal", "per_layer"), ("diagonal", "g"), ("kron", "isotropic"),
+    ("kron", "g"), ("ekron", "grouped"), ("ekron", "about a mean"), ("low_rank", "per_layer"),
+]  # fmt: skip
 
 
 def targets() -> Tensor:
@@ -106,8 +110,7 @@ def test_it_ends_at_the_optimum_of_the_evidence_without_losing_any(method: str, 
     assert steps[-1].noise == pytest.approx((float(tuned.likelihood.dispersion),))
 
 
-@pytest.mark.parametrize("prior", ["isotropic", "per_layer", "g"])
-@pytest.mark.parametrize("method", ["full", "diagonal", "kron"])
+@pytest.mark.parametrize(("method", "prior"), [("full", "isotropic"), ("diagonal", "per_layer"), ("kron", "g")])
 def test_of_a_classifier(method: str, prior: str) -> None:
     start = classifier(METHODS[method], PRIORS[prior])
     tuned = start.tuned(lw.tuners.FixedPoint())
@@ -143,7 +146,7 @@ def test_of_a_linear_model_at_its_optimum() -> None:
     assert_close(tuned.log_evidence(), exact.log_evidence, SOLVED)
 
 
-@pytest.mark.parametrize("start", [1e-8, 1e-3, 1.0, 1e4, 1e11])
+@pytest.mark.parametrize("start", [1e-8, 1e4, 1e11])
 def test_from_anywhere_to_the_same_place(start: float) -> None:
     tuned = regression(lw.Full(), start).tuned(lw.tuners.FixedPoint())
     near = regression(lw.Full(), 1.0).tuned(lw.tuners.FixedPoint())
@@ -208,24 +211,10 @@ def test_a_precision_that_runs_away_is_refused_with_the_last_good_value() -> Non
     assert weight == pytest.approx(float(given.prior.values[0]), rel=0.1)
 
 
-def failing(good: int, change: float) -> Any:
-    """Return a posterior whose evidence is finite a number of times and then NaN."""
-    fitted = regression(lw.Full(), 3.0)
-    calls: list[int] = []
-
-    class Failing(type(fitted.posterior)):  # type: ignore[misc]
-        def log_evidence(self) -> Tensor:
-            calls.append(1)
-            value = super().log_evidence()
-            return value if len(calls) <= good else value * change
-
-    return Failing(**{f.name: getattr(fitted.posterior, f.name) for f in fields(fitted.posterior)})
-
-
 @pytest.mark.parametrize("change", [math.nan, math.inf])
 def test_an_evidence_that_is_not_finite_ends_it(change: float) -> None:
     with pytest.raises(lw.errors.DivergedError, match=r"the evidence is not finite\. Give the prior") as e:
-        lw.tuners.FixedPoint()(failing(3, change))
+        lw.tuners.FixedPoint()(failing(regression(lw.Full(), 3.0), 3, change))
     steps = e.value.trace.steps
     good = [s for s in steps if math.isfinite(s.score)]
     assert 1 <= len(good) < len(steps)

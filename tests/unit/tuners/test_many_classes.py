@@ -16,11 +16,12 @@ from lapwing.posteriors import base as posteriors
 from lapwing.posteriors.mixture import MixturePosterior, member
 from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
 from lapwing.tuners import grid as cells
-from lapwing.tuners.grid import CellGrid, held_out_scores, log_scores, nll
+from lapwing.tuners.grid import CellGrid, held_out_scores, nll
 from lapwing.tuners.mixing import grid_of
 from lapwing.values.gaussian import FunctionSamples
 from tests.references import dense
 from tests.tolerances import assert_close
+from tests.unit.tuners.settings import log_scores
 
 D = torch.float64
 CLASSES = 40
