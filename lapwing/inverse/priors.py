@@ -457,8 +457,12 @@ class BoundFilterGP(ClassCovariance):
     def root(self, v: Tensor) -> Tensor:
         return self._map_filters(v, self._matrices[1])
 
+    def penalty(self, theta: Tensor) -> Tensor:
+        """Return θᵀ Σ⁻¹ θ for θ (P,)."""
+        return self.penalties(theta).sum()
+
     def penalties(self, theta: Tensor) -> Tensor:
-        """Return θᵀ Σ⁻¹ θ of each parameter, for θ (P,)."""
+        """Return the part of the penalty that each parameter has."""
         terms = []
         for filters, factor in zip(self._filters(theta[None].double()), self._matrices[1], strict=True):
             moments = filters[0].mT @ filters[0]  # small, so that gradients in the values pass through it alone

@@ -74,12 +74,12 @@ def test_products_are_those_of_the_dense_matrix(values: Any, dtype: torch.dtype)
     assert_close(prior.multiply(v[0]), wide[0] @ sigma)
 
 
-def test_penalties_add_up_to_that_of_the_dense_matrix() -> None:
+def test_the_penalty_is_that_of_the_dense_matrix() -> None:
     theta = random_rows(1)[0]
-    assert_close(bound().penalties(theta).sum(), theta @ torch.linalg.solve(dense(), theta))
+    assert_close(bound().penalty(theta), theta @ torch.linalg.solve(dense(), theta))
 
 
-@pytest.mark.parametrize("what", ["penalties", "multiply", "root", "coefficients"])
+@pytest.mark.parametrize("what", ["penalty", "multiply", "root", "coefficients"])
 def test_gradients_in_the_values_are_differences(what: str) -> None:
     theta = random_rows(1, 3)[0]
 
