@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -334,7 +334,7 @@ def _in_order(precisions: Mapping[str, float], names: tuple[str, ...], like: Ten
     return torch.stack([scalar.reshape(()) for scalar in scalars])
 
 
-def _numbers(name: str, given: Any, like: Tensor) -> Tensor:
+def _numbers(name: str, given: object, like: Tensor) -> Tensor:
     """Return numbers that a user gave, with the dtype and device of ``like``; raise for anything else."""
     kinds = (torch.bool, torch.complex64, torch.complex128)
     real = lambda v: torch.as_tensor(v).dtype not in kinds and not torch.as_tensor(v).is_meta
@@ -661,7 +661,7 @@ class DiagonalPrior(Prior):
         return bind(self, selection, self.precisions, like, per_weight=True)
 
 
-def _is_mapping(value: Any) -> bool:
+def _is_mapping(value: object) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(t, str) for p in value.items() for t in p)
 
 

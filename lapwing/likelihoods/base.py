@@ -35,11 +35,11 @@ S = TypeVar("S", bound="LogitLikelihood")
 B = TypeVar("B", FunctionGaussian, FunctionSamples)
 
 
-def _takes_images(predict: Callable[..., Any]) -> Callable[..., Any]:
+def _takes_images(predict: Callable[..., Predictive]) -> Callable[..., Predictive]:
     """Return the method ``predict(self, belief)`` of a likelihood, made to take beliefs about images too."""
 
     @wraps(predict)
-    def predict_images(self: Likelihood, belief: FunctionGaussian) -> Any:
+    def predict_images(self: Likelihood, belief: FunctionGaussian) -> Predictive:
         if belief.form is None:
             return predict(self, belief)
         return as_images(predict(self, belief.pixels), belief.form)

@@ -408,7 +408,7 @@ class SparseOperator:
         """Return A (rows, size) as a dense tensor."""
         return self.matrix.to_dense()
 
-    def _require(self, vectors: Any, name: str, width: int) -> None:
+    def _require(self, vectors: object, name: str, width: int) -> None:
         dtype, device = self.matrix.dtype, self.matrix.device
         if not isinstance(vectors, Tensor) or vectors.ndim < 1 or vectors.shape[-1] != width:
             raise DataError(f"{name} is {describe(vectors)}; expected a tensor of shape (..., {width}).")
@@ -478,7 +478,7 @@ def _csr_tensor(starts: Tensor, columns: Tensor, value: Tensor, shape: tuple[int
         return torch.sparse_csr_tensor(starts, columns, value, shape, check_invariants=True)
 
 
-def _move(matrix: Tensor, device: Any, dtype: torch.dtype | None) -> Tensor:
+def _move(matrix: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
     starts, columns = (part.to(device) for part in (matrix.crow_indices(), matrix.col_indices()))
     value = matrix.values().to(device=device, dtype=dtype)
     return _csr_tensor(starts, columns, value, tuple(matrix.shape))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -427,7 +427,7 @@ class Examined:
     image: tuple[int, ...]
     rows: SampleRows
     replica: Replica
-    sizes: dict[Any, tuple[int, ...]]  # of the outputs, by the shapes of the inputs
+    sizes: dict[object, tuple[int, ...]]  # of the outputs, by the shapes of the inputs
 
 
 def examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path) -> Examined:

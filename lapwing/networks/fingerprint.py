@@ -43,7 +43,7 @@ class Fingerprint:
     structure: Mapping[tuple[str, str], Any] = field(default_factory=dict)  # see ``structure_of``
 
     @classmethod
-    def of(cls, model: nn.Module, before: Mapping[tuple[str, str], Any] | None = None) -> Fingerprint:
+    def of(cls, model: nn.Module, before: Mapping[tuple[str, str], object] | None = None) -> Fingerprint:
         """Return the fingerprint of a model as it is.
 
         ``before`` is the structure before the model was run: what runs change, such as a counter, is left out.
@@ -130,18 +130,18 @@ def refuse_other_models(model: nn.Module, processes: Processes) -> None:
         ) from error
 
 
-def settings_in(structure: Mapping[tuple[str, str], Any]) -> dict[str, str]:
+def settings_in(structure: Mapping[tuple[str, str], object]) -> dict[str, str]:
     """Return the settings of modules as text, by "name setting"."""
     return {f"{name} {setting}": repr(fact) for (name, setting), fact in structure.items() if setting}
 
 
-def structure_of(model: nn.Module) -> dict[tuple[str, str], Any]:
+def structure_of(model: nn.Module) -> dict[tuple[str, str], object]:
     """Return the type of every module by its name, and its settings.
 
     Settings are the public attributes that are plain values. Of modules from outside PyTorch whole numbers are left
     out, since such modules count calls or remember lengths in them.
     """
-    facts: dict[tuple[str, str], Any] = {}
+    facts: dict[tuple[str, str], object] = {}
     for name, module in model.named_modules():
         kind = type(module)
         facts[name, ""] = kind.__name__
@@ -356,7 +356,7 @@ def _build(form: Any, tensors: Sequence[Tensor]) -> Inputs:
     return KINDS[kind]([_build(value, tensors) for value in content]) if kind in KINDS else content
 
 
-def _numbers_in(form: Any) -> Iterator[int]:
+def _numbers_in(form: object) -> Iterator[int]:
     """Yield the numbers of the tensors of a form in order; raise ``FileError`` if it is not the form of inputs."""
     if not isinstance(form, Mapping) or len(form) != 1:
         raise refusal(form, "the form of inputs")
@@ -379,7 +379,7 @@ class _Form(Field):
 
     count: int
 
-    def read(self, value: Any, known: Known) -> Any:
+    def read(self, value: object, known: Known) -> object:
         if list(_numbers_in(value)) != list(range(self.count)):
             raise refusal(value, f"a form of {self.count} tensors in order")
         return value

@@ -82,7 +82,7 @@ def without_unused(selection: Selection, raw: Tensor, tensors: Mapping[str, Tens
     return Selection(tuple(selection.names[i] for i in kept), tuple(selection.shapes[i] for i in kept))
 
 
-def _part(out: Any, key: str | int, before: Path) -> Any:
+def _part(out: object, key: str | int, before: Path) -> Any:
     where = f"output{''.join(f'[{k!r}]' for k in before)}"
     if isinstance(out, Mapping) and key in out:
         return out[key]
@@ -196,7 +196,7 @@ def _detach_trainer(module: Any) -> nn.Module:
 _NO_TRAINER = object()  # in the place of the Trainer while a module is copied, whose data it holds
 
 
-def _trainer_of(module: Any) -> Any:
+def _trainer_of(module: Any) -> object:
     try:
         return module.trainer
     except RuntimeError:  # it has none
@@ -386,7 +386,7 @@ class BatchCall(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, inputs: Inputs) -> Any:
+    def forward(self, inputs: Inputs) -> object:
         return call_model(self.inner, inputs)
 
 
@@ -683,7 +683,7 @@ class Bypass(TorchFunctionMode):
         self.is_bypassed = self.is_bypassed or any(map(self._uses, (*args, *kwargs.values())))
         return func(*args, **kwargs)
 
-    def _uses(self, value: Any) -> bool:
+    def _uses(self, value: object) -> bool:
         return any(map(self._uses, value)) if isinstance(value, tuple | list) else id(value) in self._ids
 
 

@@ -88,7 +88,7 @@ class Graph:
         return names
 
     @cached_property
-    def form(self) -> tuple[Any, ...]:
+    def form(self) -> tuple[object, ...]:
         """The signature in which a size only matters as one or more, and the number of rows also as one per sample."""
         batch = output_shape(self.nodes[0])[0]
         rows = lambda n: n if n < 2 else 2 if n == batch else 3 if n % max(1, batch) == 0 else 4

@@ -48,6 +48,7 @@ from lapwing.networks.graph import Layout, Patterns, find_patterns, read_graph
 from lapwing.networks.jacobians import KINDS, Block, Entries, Footprint
 from lapwing.networks.passes import forward_products
 from lapwing.networks.pull import seed_by_seed
+from lapwing.networks.rules import Pattern
 from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.tangent import Tangent, compare
 from lapwing.runtime.memory import concat_chunks
@@ -81,8 +82,8 @@ def trainable_names(model: nn.Module) -> tuple[str, ...]:
 class PlainPasses:
     """The network as it runs without Lapwing, on one batch."""
 
-    forward: Callable[[], Any]  # a forward pass without a graph
-    training: Callable[[], Any]  # a forward and a backward pass, to the gradients of the parameters
+    forward: Callable[[], object]  # a forward pass without a graph
+    training: Callable[[], object]  # a forward and a backward pass, to the gradients of the parameters
 
 
 @contextmanager
@@ -523,7 +524,7 @@ class _Memory:
 
     rows: SampleRows
     replica: Replica
-    patterns: dict[Any, Any] = field(default_factory=dict)
-    sizes: dict[Any, tuple[int, ...]] = field(default_factory=dict)  # of outputs, by the shapes of inputs: see _sizes
+    patterns: dict[object, list[Pattern | None]] = field(default_factory=dict)
+    sizes: dict[object, tuple[int, ...]] = field(default_factory=dict)  # of outputs: see _sizes
     entries: tuple[Entries, ...] | None = None  # see Network.entries
-    checked: set[Any] = field(default_factory=set)  # the graphs whose Jacobians agree with autograd's
+    checked: set[object] = field(default_factory=set)  # the graphs whose Jacobians agree with autograd's

@@ -284,7 +284,7 @@ def output_slope(function: Functional, f: Tensor) -> Tensor:
     return slope
 
 
-def _call(function: Functional, given: Any, what: str) -> Any:
+def _call(function: Functional, given: object, what: str) -> object:
     """Return the value of a function that a user gave; raise with what it got if it does not take that."""
     try:
         return function(given)
@@ -295,7 +295,7 @@ def _call(function: Functional, given: Any, what: str) -> Any:
         ) from error
 
 
-def scalar(value: Any, argument: str = "weights") -> Tensor:
+def scalar(value: object, argument: str = "weights") -> Tensor:
     """Return the value of a function as a single number, (); raise if it is more than one."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -270,7 +270,7 @@ def subnetwork(index: Tensor | Sequence[int] | Sequence[bool]) -> Weights:
     return Subnetwork(torch.as_tensor(index))
 
 
-def _is_index(value: Any) -> bool:
+def _is_index(value: object) -> bool:
     index = torch.as_tensor(value)
     return index.ndim == 1 and not index.is_floating_point() and not index.is_complex() and not index.is_meta
 

@@ -410,7 +410,7 @@ def whole_quantile(cdf: Callable[[Tensor], Tensor], level: float, reach: Tensor)
 SUM = 1e-3  # by which the sum of a row of soft targets may differ from one: targets in half precision are coarse
 
 
-def is_soft(y: Any, like: Tensor) -> bool:
+def is_soft(y: object, like: Tensor) -> bool:
     """Return whether these are probabilities of the classes by their form, for logits or probabilities ``like``."""
     return isinstance(y, Tensor) and y.is_floating_point() and y.shape == like.shape
 
@@ -449,7 +449,7 @@ def check_labels(y: Any, like: Tensor) -> Tensor:
     return numbers
 
 
-def check_numbers(y: Any, like: Tensor, one: bool = True, within: tuple[float, float] | None = None) -> Tensor:
+def check_numbers(y: object, like: Tensor, one: bool = True, within: tuple[float, float] | None = None) -> Tensor:
     """Return numbers in the shape and dtype of ``like``; raise for another shape, complex numbers and NaN.
 
     A single output may come without its dimension. ``one`` allows one number for all. ``within`` has the lowest and
@@ -467,7 +467,7 @@ def check_numbers(y: Any, like: Tensor, one: bool = True, within: tuple[float, f
     return numbers.reshape(like.shape) if numbers.ndim else numbers
 
 
-def to_tensor(y: Any) -> Any:
+def to_tensor(y: object) -> Any:
     """Return a number, a list or an array as a tensor; anything else as it is, for the error message."""
     try:
         return torch.as_tensor(y)

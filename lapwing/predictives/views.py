@@ -102,7 +102,7 @@ class PredictiveView(Predictive, Generic[P]):
         """Return numbers of each datum, (..., B, H W) of images, as (..., B, H, W)."""
         return flat if self.form is None else self.form.labels(flat)
 
-    def flat(self, y: Any) -> Any:
+    def flat(self, y: object) -> Any:
         """Return targets of images as those of pixels; a single number, and other targets, as they are."""
         y = to_tensor(y)
         return self.form.targets(y) if self.form is not None and isinstance(y, Tensor) and y.ndim else y

@@ -164,7 +164,7 @@ def mean_of_ties(keys: Tensor, values: Tensor) -> Tensor:
     return (torch.zeros_like(counts, dtype=values.dtype).index_add_(0, place, values) / counts)[place]
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value: object) -> Any:
     """Return a copy of a NumPy array of numbers as a tensor; every other value as it is."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray) or isinstance(value, numpy.ma.MaskedArray):

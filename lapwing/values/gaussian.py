@@ -114,7 +114,7 @@ class ChosenOutputs:
 
     @classmethod
     def given(
-        cls, outputs: Any, tokens: Any, shape: Sequence[int], device: torch.device, image_dims: int = 0
+        cls, outputs: object, tokens: object, shape: Sequence[int], device: torch.device, image_dims: int = 0
     ) -> ChosenOutputs | None:
         """Return what a user chose among outputs of this ``shape``, (C,) or (T, C) of an input; None if nothing was.
 
@@ -253,10 +253,10 @@ def _image_form(dims: int) -> str:
     return f"(B, k, {', '.join('DHW'[-dims:])})"
 
 
-def _check_numbers(name: str, given: Any, expected: str, dims: tuple[int, ...], size: int | None = None) -> Tensor:
+def _check_numbers(name: str, given: object, expected: str, dims: tuple[int, ...], size: int | None = None) -> Tensor:
     """Return the numbers as a tensor; raise if they are not whole numbers, out of range, or of another shape."""
 
-    def holds(value: Any) -> bool:
+    def holds(value: object) -> bool:
         t = torch.as_tensor(value)
         whole = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
         return whole and t.ndim in dims and t.numel() > 0
