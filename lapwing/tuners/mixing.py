@@ -492,7 +492,7 @@ ADVICE = (
     "validation data would calibrate this posterior: fit(..., validation=data). Without rows to spare, a training on "
     "80 % of them does: validation=lw.sibling(train_fn), for 0.8 of the cost of the network's own, and a fit."
 )
-WIDTH = (  # of the networks under "what regression intervals cover" in docs/calibration.md
+WIDTH = (  # of the networks of experiments/widths.md
     "no held-out data checked the width of these error bars: over many networks 95 % intervals covered 95 % of new "
     "rows on average, but for single ones mostly 89 to 100 %, and some were several times as wide as they need be."
 )
