@@ -249,18 +249,13 @@ class _PairSums:
 
     def add(self, part: LinearJacobian | HeadGGN) -> None:
         a = part.a[0].flatten(0, 1).double()
-        d_out = part.diagonal.shape[-1] if isinstance(part, HeadGGN) else part.g.shape[-1]
+        d_out = part.widths[0]
         first, second = torch.triu_indices(d_out, d_out, device=a.device)
         most = batch_size_for(self.ROWS, 3 * a.element_size() * d_out**2, a.device)
         for start in range(0, len(a), most):
             rows = slice(start, start + most)
-            if isinstance(part, HeadGGN):
-                weights = part.pairs(rows, first, second)
-            else:
-                g = part.g[0, :, rows, 0].transpose(0, 1).double()  # (rows, K, d_out)
-                weights = torch.bmm(g.mT, g)[:, first, second]
             self._inputs.append(a[rows])
-            self._weights.append(weights)
+            self._weights.append(part.pairs(rows, first, second))
             if sum(len(x) for x in self._inputs) >= most:
                 self._flush()
 

@@ -405,9 +405,8 @@ class KroneckerBlock(BlockCurvature):
         return replace(self, out=sum_factors([self.out, *(block.out for block in others)], weights))
 
     def state(self) -> State:
-        pairs = (("inp", self.inp), ("out", self.out))
-        tensors = {name + form: t for name, factor in pairs for form, t in factor.tensors().items()}
-        return State("KroneckerBlock", tensors={**tensors, "rows": torch.tensor(self.rows, dtype=torch.float64)})
+        rows = torch.tensor(self.rows, dtype=torch.float64)
+        return State("KroneckerBlock", tensors={**_name_tensors(inp=self.inp, out=self.out), "rows": rows})
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> KroneckerBlock:  # type: ignore[override]
@@ -427,8 +426,7 @@ class KroneckerBlock(BlockCurvature):
         return (self.out,) if prior.value.ndim else (self.out, self.inp)
 
     def remarks(self, block: Block) -> tuple[str, ...]:
-        wide = {"input": (self.inp, block.d_in), "output": (self.out, block.d_out)}
-        return tuple(wide_remark(block, side, size) for side, (factor, size) in wide.items() if not factor.exact)
+        return _wide_remarks(block, self.inp, self.out)
 
     @property
     def eigen(self) -> Eigen:
@@ -483,12 +481,19 @@ class KroneckerBlock(BlockCurvature):
         return floor_values(out).unsqueeze(-1) * floor_values(inp).unsqueeze(-2)
 
 
-def wide_remark(block: Block, side: str, size: int) -> str:
-    """Say that a factor is a diagonal although its rows are not one-hot."""
-    return (
+def _wide_remarks(block: Block, inp: Factor | Basis, out: Factor | Basis) -> tuple[str, ...]:
+    """Say which factors are diagonals although their rows are not one-hot."""
+    return tuple(
         f"the {side} factor of {block.weight} is a diagonal, an approximation: a matrix of {size:,} rows is above the "
         "factor_limit of the method. Raise it for d² memory and d³ time."
+        for side, part, size in (("input", inp, block.d_in), ("output", out, block.d_out))
+        if not part.exact
     )
+
+
+def _name_tensors(**sides: Factor | Basis) -> dict[str, Tensor]:
+    """Return the numbers of factors or bases for a file, by the name of the side and their form."""
+    return {name + form: t for name, part in sides.items() for form, t in part.tensors().items()}
 
 
 def _factor_fields(name: str, groups: int, size: int) -> dict[str, Field]:
@@ -564,8 +569,7 @@ class EigenBlock(BlockCurvature):
         )
 
     def state(self) -> State:
-        bases = {**_basis_tensors("out", self.out), **_basis_tensors("inp", self.inp)}
-        return State("EigenBlock", tensors={**bases, "values": self.values})
+        return State("EigenBlock", tensors={**_name_tensors(out=self.out, inp=self.inp), "values": self.values})
 
     @classmethod
     def from_state(cls, state: State, network: Network) -> EigenBlock:  # type: ignore[override]
@@ -595,9 +599,7 @@ class EigenBlock(BlockCurvature):
         return ()
 
     def remarks(self, block: Block) -> tuple[str, ...]:
-        wide = {"input": (self.inp, block.d_in), "output": (self.out, block.d_out)}
-        is_wide = lambda basis: isinstance(basis, Axes) and not basis.exact
-        return tuple(wide_remark(block, side, d) for side, (basis, d) in wide.items() if is_wide(basis))
+        return _wide_remarks(block, self.inp, self.out)
 
     def diagonal(self) -> Tensor:
         return floor_values(diagonal_in(self.out, self.inp, self.values))
@@ -614,16 +616,6 @@ class EigenBlock(BlockCurvature):
 def _orthonormal_columns(matrix: Tensor) -> str:
     """Check that the columns of matrices (..., n, m) are orthonormal up to float32 rounding."""
     return orthonormal(matrix.mT).replace("rows", "columns")
-
-
-def _basis_tensors(name: str, basis: Basis) -> dict[str, Tensor]:
-    """Return the numbers of a basis for a file. Axes have none, but a mark where only a diagonal was taken."""
-    if isinstance(basis, FullBasis):
-        return {name: basis.vectors}
-    if isinstance(basis, ThinBasis):
-        return {f"{name}_thin": basis.vectors}
-    assert isinstance(basis, Axes)
-    return {} if basis.exact else {f"{name}_axes": torch.ones(())}
 
 
 def _basis_fields(name: str, groups: int, size: int, dtype: torch.dtype) -> dict[str, Field]:

@@ -292,6 +292,8 @@ class Basis:
     basis in which every part is one direction.
     """
 
+    exact: bool = True  # whether the matrix is diagonal in it; False where its diagonal alone was taken
+
     @property
     def counts(self) -> Tensor | None:
         """The number of directions in each part, (m,); None if every part is one direction."""
@@ -299,6 +301,10 @@ class Basis:
 
     def to(self, dtype: torch.dtype) -> Basis:
         """Return it in another dtype."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its numbers for a file, named by their form."""
         raise NotImplementedError
 
     def coordinates(self, x: Tensor) -> Tensor:
@@ -347,6 +353,9 @@ class FullBasis(Basis):
     def to(self, dtype: torch.dtype) -> FullBasis:
         return FullBasis(self.vectors.to(dtype))
 
+    def tensors(self) -> dict[str, Tensor]:
+        return {"": self.vectors}
+
     def coordinates(self, x: Tensor) -> Tensor:
         return _times(x, self.vectors)
 
@@ -372,6 +381,9 @@ class Axes(Basis):
 
     def to(self, dtype: torch.dtype) -> Axes:
         return self if self.scale is None else replace(self, scale=self.scale.to(dtype))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.exact else {"_axes": torch.ones(())}  # a mark
 
     def coordinates(self, x: Tensor) -> Tensor:
         return _scale(x, self.scale)
@@ -410,6 +422,9 @@ class ThinBasis(Basis):
 
     def to(self, dtype: torch.dtype) -> ThinBasis:
         return ThinBasis(self.vectors.to(dtype), None if self.scale is None else self.scale.to(dtype))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"_thin": self.vectors}
 
     def coordinates(self, x: Tensor) -> Tensor:
         return self.draw(_scale(x, self.scale))

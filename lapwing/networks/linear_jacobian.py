@@ -199,6 +199,11 @@ class LinearJacobian(BlockJacobian):
     def single_map(self) -> LinearJacobian | None:
         return self if self.positions == 1 and self.a.shape[0] == 1 else None
 
+    def pairs(self, rows: slice, first: Tensor, second: Tensor) -> Tensor:
+        """Return Σ_k g_ki g_kj for pairs of outputs i, j of some samples, (rows, pairs), for one group and position."""
+        g = self.g[0, :, rows, 0].transpose(0, 1).double()  # (rows, K, d_out)
+        return torch.bmm(g.mT, g)[:, first, second]
+
     def pieces(self, width: int, most: int | None = None) -> Iterator[LinearJacobian]:
         """Yield runs of samples whose Jacobians, ``width`` numbers for each sample, fit the byte budget."""
         for rows in chunks(self.batch, self.a.element_size() * width, self.a.device, most=most):
@@ -437,6 +442,11 @@ class HeadGGN:
     a: Tensor  # (G, B, T, d_in)
     diagonal: Tensor  # (G, B T, d_out), float64
     outer: Tensor | None  # (G, M, B T, d_out), float64
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The numbers of outputs and inputs of each map."""
+        return self.diagonal.shape[-1], self.a.shape[-1]
 
     def kronecker_rows(self, reduce: bool, weights: Tensor | None = None) -> KroneckerRows:
         """Return what the two Kronecker factors are sums of. A datum has one position, so ``reduce`` pools inputs."""
