@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.data.batches import Data
-from lapwing.data.streams import Pool
+from lapwing.data.streams import DrawnRows
 from lapwing.demo.training import TrainingSettings
 from lapwing.runtime.threads import derived_generator
 
@@ -96,5 +96,5 @@ def divergence(exact: Tensor, approximate: Tensor) -> float:
 def landmarks(task: Task, count: int, seed: int) -> Tensor:
     """Return the inputs that ELLA draws with this seed, (M, 1); its posterior keeps directions only."""
     generator = derived_generator(torch.Generator().manual_seed(seed), torch.empty(0))
-    inputs: Tensor = Pool.draw(Data((task.x, task.y), task.x.device), count, generator).inputs
+    inputs: Tensor = DrawnRows.draw(Data((task.x, task.y), task.x.device), count, generator).inputs
     return inputs

@@ -312,7 +312,7 @@ def _pair_positions(block: Block, selection: Selection, device: torch.device) ->
 CANCELLED = 1e-8  # part of the prior variance below which a variance is not computed as a difference
 
 
-class Rows:
+class WeightRows:
     """r vectors of P weights, W (r, P): stored, or computed by the network."""
 
     def gram(self, prior: BoundPrior) -> Tensor:
@@ -333,7 +333,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredRows(Rows):
+class StoredRows(WeightRows):
     """The vectors W = diag(sizes) · vectors (r, P) as a tensor, with their sizes (r,) apart: W itself is not formed."""
 
     vectors: Tensor
@@ -366,7 +366,7 @@ class LowRankPrecision(Precision):
     """
 
     prior: BoundPrior
-    rows: Rows
+    rows: WeightRows
     layout: tuple[Block, ...]
     selection: Selection
 

@@ -49,7 +49,7 @@ KEPT = 2**28  # bytes of a loader's data that are kept to draw rows from: with f
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
+class DrawnRows:
     """Rows of the data: inputs (N, ...), targets (N, ...), and how many rows the data have in all.
 
     ``per_sample`` says which tensors of the inputs have a row for each sample; all samples share the others.
@@ -61,7 +61,7 @@ class Pool:
     per_sample: tuple[bool, ...]
 
     @classmethod
-    def draw(cls, data: Data, most: int, generator: torch.Generator | None = None) -> Pool:
+    def draw(cls, data: Data, most: int, generator: torch.Generator | None = None) -> DrawnRows:
         """Draw at most ``most`` rows without replacement, and keep them in the order of the data.
 
         Two passes over the data, none through the network. The rows do not depend on the batch size. Memory: the rows

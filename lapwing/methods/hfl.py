@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 from lapwing.curvature.sweep import Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, SampleRows, check_finite, map_tensors
-from lapwing.data.streams import Pool
+from lapwing.data.streams import DrawnRows
 from lapwing.errors import DataError, FileError, InputError, NumericalError, UnsupportedError
 from lapwing.linalg.dense import symmetrise
 from lapwing.linalg.krylov import block_conjugate_gradients
@@ -305,7 +305,7 @@ def evaluation_batches(given: Any, objective: Objective, data: Data, subsample: 
     Raise if evaluation inputs are empty, not finite, or do not fit the network.
     """
     if given is None and subsample:
-        return [Pool.draw(data, EVALUATED, torch.Generator().manual_seed(0)).inputs]
+        return [DrawnRows.draw(data, EVALUATED, torch.Generator().manual_seed(0)).inputs]
     if given is None:
         return [batch.inputs for batch in data.batches("evaluation")]
     one = isinstance(given, Tensor | Mapping | tuple) or not isinstance(given, Iterable)

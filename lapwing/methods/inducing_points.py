@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from lapwing.curvature.base import Curvature, Precision, floor_by_layer
-from lapwing.curvature.dense import LowRankCurvature, LowRankPrecision, Rows
+from lapwing.curvature.dense import LowRankCurvature, LowRankPrecision, WeightRows
 from lapwing.curvature.kronecker import prior_precision
 from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch, Inputs, check_finite
-from lapwing.data.streams import Pool, class_labels
+from lapwing.data.streams import DrawnRows, class_labels
 from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg.dense import (
@@ -63,7 +63,7 @@ TOO_WIDE = 1.1  # ratio of standard deviations from which missing points are a f
 
 
 @dataclass(frozen=True, eq=False)
-class AnchoredRows(Rows):
+class AnchoredRows(WeightRows):
     """Linear combinations W = mixᵀ J_Z (r, P) of anchors, with mix (M, r); W is not formed."""
 
     anchors: Anchors
@@ -406,7 +406,7 @@ class Placement:
     """The choice of anchors among the outputs of the network at the inputs of a pool."""
 
     network: Network
-    pool: Pool
+    pool: DrawnRows
     generator: torch.Generator
 
     @property
@@ -689,7 +689,7 @@ class ELLA(Method):
                 "another prior."
             )
         generator = independent_generator(generator)
-        placement = Placement(network, Pool.draw(data, self.num_landmarks, generator), generator)
+        placement = Placement(network, DrawnRows.draw(data, self.num_landmarks, generator), generator)
         landmarks = placement.landmarks(self.num_landmarks)
         one = lambda: [leading_rows(landmarks, prior, self.rank)]
         ((rows,),) = data.processes.run_jobs([one], [1.0], network.device)

@@ -17,7 +17,7 @@ from lapwing.curvature.sweep import Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
 from lapwing.data.processes import ALONE, Processes
-from lapwing.data.streams import Pool, shuffle_batches
+from lapwing.data.streams import DrawnRows, shuffle_batches
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood, energy, refuse_energy, refuse_ignored
 from lapwing.linalg.dense import smooth_whitening
@@ -135,7 +135,7 @@ class VaLLA(Method):
             rows = statistics.data * statistics.outputs
             precision = starting_precisions(problem.prior, network.theta(), rows)
             problem = problem.with_precisions(precision)
-        pool = Pool.draw(data, max(self.candidates, self.num_inducing), generator)
+        pool = DrawnRows.draw(data, max(self.candidates, self.num_inducing), generator)
         placement = Placement(network, pool, generator)
         rows = pool.total * placement.outputs
         place = lambda start: placement.start(start, self.num_inducing, problem.prior, self.candidates)

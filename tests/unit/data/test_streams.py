@@ -19,7 +19,7 @@ import lapwing as lw
 import lapwing.data.streams
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch, SampleRows, per_sample_in_both, take
-from lapwing.data.streams import InputStream, Pool, concat_inputs, draw_numbers, is_loader, shuffle_batches
+from lapwing.data.streams import DrawnRows, InputStream, concat_inputs, draw_numbers, is_loader, shuffle_batches
 from lapwing.errors import DataError
 from tests import problems
 
@@ -187,8 +187,8 @@ N = 20
 ROWS, NUMBERS = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N)
 
 
-def drawn(most: int, sizes: tuple[int, ...] = (N,), seed: int = 0, inputs: Any = ROWS) -> Pool:
-    return Pool.draw(Data(problems.split(inputs, NUMBERS, sizes), CPU), most, torch.Generator().manual_seed(seed))
+def drawn(most: int, sizes: tuple[int, ...] = (N,), seed: int = 0, inputs: Any = ROWS) -> DrawnRows:
+    return DrawnRows.draw(Data(problems.split(inputs, NUMBERS, sizes), CPU), most, torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("most", [1, 7, N])
@@ -252,7 +252,7 @@ def test_a_tensor_that_all_samples_share_is_kept_once(name: str, sizes: tuple[in
     """Also where it has as many rows as one of the batches, or as the pool, by chance."""
     context = SHARED[name]
     data = [((x, context), y) for x, y in problems.split(ROWS, NUMBERS, sizes)]
-    pool = Pool.draw(Data(data, CPU), most, torch.Generator().manual_seed(0))
+    pool = DrawnRows.draw(Data(data, CPU), most, torch.Generator().manual_seed(0))
     assert torch.equal(pool.inputs[0], ROWS[pool.targets])
     assert torch.equal(pool.inputs[1], context)
     again = pool.rows(torch.zeros(3, dtype=torch.long))
@@ -264,12 +264,12 @@ def test_a_tensor_that_all_samples_share_is_kept_once(name: str, sizes: tuple[in
 def test_one_that_differs_between_batches_is_refused(name: str) -> None:
     data = [((x, SHARED[name] + i), y) for i, (x, y) in enumerate(problems.split(ROWS, NUMBERS, (9, 11)))]
     with pytest.raises(lw.errors.DataError, match=r"has no row for each sample, and is not the same in all batches"):
-        Pool.draw(Data(data, CPU), N)
+        DrawnRows.draw(Data(data, CPU), N)
 
 
 def test_batches_of_other_tensors_are_refused() -> None:
     with pytest.raises(lw.errors.DataError, match="batches of 1 and of 2 input tensors; expected as many"):
-        Pool.draw(Data([(ROWS[:9], NUMBERS[:9]), ((ROWS[9:], ROWS[9:]), NUMBERS[9:])], CPU), 5)
+        DrawnRows.draw(Data([(ROWS[:9], NUMBERS[:9]), ((ROWS[9:], ROWS[9:]), NUMBERS[9:])], CPU), 5)
 
 
 def test_keys_in_another_order_are_refused() -> None:
@@ -279,7 +279,7 @@ def test_keys_in_another_order_are_refused() -> None:
         ({"b": ROWS[9:] + 1, "a": ROWS[9:]}, NUMBERS[9:]),
     ]
     with pytest.raises(lw.errors.DataError, match="different keys or nestings; expected the same in all"):
-        Pool.draw(Data(data, CPU), N)
+        DrawnRows.draw(Data(data, CPU), N)
 
 
 # Batches without end.
@@ -391,4 +391,4 @@ def _wide(rand: Any, *shape: int, dtype: torch.dtype = torch.float64, **options:
 def test_targets_of_two_shapes_are_refused() -> None:
     x = torch.randn(4, 2)
     with pytest.raises(lw.errors.DataError, match=r"targets of shapes \(1,\) and \(3,\) in two batches"):
-        Pool.draw(Data([(x, torch.randn(4, 1)), (x, torch.randn(4, 3))], CPU), 8)
+        DrawnRows.draw(Data([(x, torch.randn(4, 1)), (x, torch.randn(4, 3))], CPU), 8)

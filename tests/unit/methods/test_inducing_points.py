@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
-from lapwing.data.streams import Pool, class_labels
+from lapwing.data.streams import DrawnRows, class_labels
 from lapwing.linalg.dense import smooth_whitening
 from lapwing.linalg.stochastic import Inducing
 from lapwing.methods.inducing_points import (
@@ -246,12 +246,12 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def placement_setting(x: Tensor, y: Tensor, outputs: int = 3) -> tuple[Network, Any, Pool]:
+def placement_setting(x: Tensor, y: Tensor, outputs: int = 3) -> tuple[Network, Any, DrawnRows]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(x.shape[1], 5), nn.Tanh(), nn.Linear(5, outputs)).double()
     network = Network.build(model, x)
     prior = lw.isotropic(0.7).bound(network.selection, network.theta())
-    return network, prior, Pool.draw(Data([(x, y)], CPU), len(x), generator())
+    return network, prior, DrawnRows.draw(Data([(x, y)], CPU), len(x), generator())
 
 
 def clouds(count: int = 8) -> tuple[Tensor, Tensor]:
@@ -379,7 +379,7 @@ def test_kmeans_without_classes_takes_the_outputs_in_turn() -> None:
 def test_kmeans_keeps_the_shape_of_images() -> None:
     case = BY_NAME["cnn"]
     network = Network.build(case.build(), case.batch(3))
-    pool = Pool.draw(Data([(case.batch(9), problems.targets(case, 9))], CPU), 9, generator())
+    pool = DrawnRows.draw(Data([(case.batch(9), problems.targets(case, 9))], CPU), 9, generator())
     prior = lw.isotropic(1.0).bound(network.selection, network.theta())
     anchors = Placement(network, pool, generator()).start("kmeans", 4, prior, 1000)
     assert anchors.inputs.shape == (4, 2, 7, 8)
@@ -425,7 +425,7 @@ def test_inputs_that_have_no_centres_are_data_as_they_are(name: str, start: str)
     inputs, y = case.batch(9), problems.targets(case, 9)
     network = Network.build(case.build(), inputs)
     prior = lw.isotropic(1.0).bound(network.selection, network.theta())
-    pool = Pool.draw(Data([(inputs, y)], CPU), 9, generator())
+    pool = DrawnRows.draw(Data([(inputs, y)], CPU), 9, generator())
     anchors = Placement(network, pool, generator()).start(start, 5, prior, 1000)
     first = lambda tree: next(iter(tree.values())) if isinstance(tree, dict) else tree
     first_of = lambda tree: first(tree)[0] if isinstance(tree, tuple) else first(tree)
