@@ -4,12 +4,24 @@ The names below are for everyday use. The rest is in namespaces: ``tuners``, ``p
 ``metrics``, ``plots``, ``linear``, ``inverse``, ``subnetworks``, ``samples``, ``memory`` and ``errors``.
 """
 
-from lapwing import baselines, errors, inverse, linear, memory, metrics, plots, priors, recipes, subnetworks, tuners
+from lapwing import (
+    baselines,
+    errors,
+    inverse,
+    linear,
+    memory,
+    metrics,
+    plots,
+    priors,
+    recipes,
+    samples,
+    subnetworks,
+    tuners,
+)
 from lapwing.api import fit, load, train
 from lapwing.check import check
 from lapwing.compare import compare, evaluate
 from lapwing.crossfit import crossfit, sibling
-from lapwing.data import samples
 from lapwing.ensembles import train_ensemble
 from lapwing.errors import LapwingError
 from lapwing.fitted import Fitted

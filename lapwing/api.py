@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import files, training
-from lapwing.data.batches import Data, cut_for_training
+from lapwing.data.batches import Data, Weighted, cut_for_training
 from lapwing.data.inputs import Batch, Inputs
 from lapwing.data.known_rows import KnownRows
 from lapwing.data.processes import Processes, in_all_processes
-from lapwing.data.samples import Weighted
 from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.base import Likelihood, expand_weights

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lapwing.data.batches import TARGET_KEYS
 from lapwing.data.inputs import Batch, Inputs, accepts_arguments, as_tensors, move_inputs
-from lapwing.data.samples import TARGET_KEYS
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.base import Cost, Workload, workload_of

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from lapwing.data.batches import Data, is_pair, to_batch
+from lapwing.data.batches import Data, Weighted, is_pair, to_batch
 from lapwing.data.inputs import Batch, SampleRows, n_rows, named_leaves, take
 from lapwing.data.known_rows import row_marks
 from lapwing.data.processes import Processes
-from lapwing.data.samples import Weighted
 from lapwing.errors import DataError, FileError, LapwingError, ModelError, UnsupportedError
 from lapwing.likelihoods.base import weighted_count, weighted_loss
 from lapwing.networks.forward import extract_network, raw_output, with_output_dim

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from lapwing.curvature.base import floor_by_layer, in_runs
 from lapwing.curvature.sweep import Seeds, SquaredSum, Sweep
-from lapwing.data.batches import Data
+from lapwing.data.batches import Data, Weighted
 from lapwing.data.inputs import tensors_in
 from lapwing.data.processes import ALONE, Processes
-from lapwing.data.samples import Weighted
 from lapwing.errors import DataError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg.operators import Design, DesignRows, back_product, forward_product, gram_product, refuse_asymmetric

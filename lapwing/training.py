@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lapwing.data.batches import Data, Readings
 from lapwing.data.inputs import Batch
-from lapwing.data.processes import Processes
-from lapwing.data.samples import next_epoch
+from lapwing.data.processes import Processes, next_epoch
 from lapwing.errors import DataError, DivergedError, FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood, weighted_count, weighted_loss
 from lapwing.methods.base import refuse_processes

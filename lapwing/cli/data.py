@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lapwing.cli.files import READERS, Block, DataFile, quote_names
 from lapwing.cli.models import call_factory, dtype_of, import_object, takes_indices
-from lapwing.data.samples import TARGET_KEYS
+from lapwing.data.batches import TARGET_KEYS
 from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.runtime.settings import describe, is_data, nearest
 

@@ -4,7 +4,8 @@ How many samples a batch has and which rows are whose is decided here, for the w
 with a row for each sample beside tensors that all samples share (a context beside x). The rule: **a tensor has a row
 for each sample if its first dimension is the number of samples and no other batch has shown that all samples share
 it.** The number of samples is that of the targets in a batch of data, and that of the outputs where a model has run. A
-set of samples (``data/samples.py``) says both itself.
+set of samples says both itself: a ``SampleSet``, such as graphs, sequences of several lengths, or one sample of many
+tokens, is one leaf of the inputs.
 """
 
 from __future__ import annotations
@@ -13,17 +14,157 @@ import hashlib
 import inspect
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lapwing.data.samples import SampleSet, tensors_of, to_sample_set
 from lapwing.errors import DataError
 from lapwing.runtime.settings import is_array, rebuild
+
+
+class SampleSet(ABC):
+    """Inputs that say themselves how many samples they hold, how some are taken, and what the model is called with.
+
+    A class inherits from it and defines the first four members. ``docs/howto/graphs.md`` has examples.
+
+    >>> class Sets(SampleSet):  # sets of numbers; the model takes their sums
+    ...     def __init__(self, members): self.members = members
+    ...     def __len__(self): return len(self.members)
+    ...     def take(self, rows): return Sets([self.members[int(row)] for row in rows])
+    ...     def changed(self, change): return Sets([change(each) for each in self.members])
+    ...     def arguments(self): return torch.stack([each.sum(0) for each in self.members])
+    >>> import lapwing as lw
+    >>> inputs = Sets([torch.ones(n, 2) for n in (1, 3, 2)])
+    >>> posterior = lw.fit(torch.nn.Linear(2, 1), [(inputs, torch.zeros(3, 1))], "regression", prior=1.0)
+    >>> posterior.predict(inputs).mean.shape
+    torch.Size([3, 1])
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def take(self, rows: Tensor) -> SampleSet:
+        """Return the samples with these numbers (n,), in this order; a number may repeat."""
+
+    @abstractmethod
+    def changed(self, change: Callable[[Tensor], Tensor]) -> SampleSet:
+        """Return the same samples with ``change`` applied to every tensor: another device, another dtype."""
+
+    @abstractmethod
+    def arguments(self) -> Any:
+        """Return what the model is called with: one object, a tuple by position, or a mapping by keyword."""
+
+    def outputs(self, out: Tensor) -> Tensor:
+        """Return the outputs of the model as (B, C), (B, T, C) or (B, C, H, W), with a row for each sample."""
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class OneSample(SampleSet):
+    """A batch of one sample, whose tokens are the rows of the outputs: one graph with a target for each node.
+
+    The outputs (T, C) of the model count as (1, T, C), and the targets are (1, T). Nodes may depend on each other.
+
+    Args:
+        values: The arguments of the model, by position.
+
+    >>> inputs = OneSample((torch.zeros(5, 3), torch.zeros(2, 8)))
+    >>> len(inputs), inputs.outputs(torch.zeros(5, 4)).shape
+    (1, torch.Size([1, 5, 4]))
+    """
+
+    values: tuple[Any, ...]
+
+    def __len__(self) -> int:
+        return 1
+
+    def take(self, rows: Tensor) -> OneSample:
+        if rows.tolist() != [0]:
+            raise DataError(f"OneSample holds one sample; samples {rows.tolist()} were asked for. Give one at a time.")
+        return self
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> OneSample:
+        return OneSample(tuple(change(value) if isinstance(value, Tensor) else value for value in self.values))
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.values
+
+    def outputs(self, out: Tensor) -> Tensor:
+        return out.unsqueeze(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Packed(SampleSet):
+    """A ``PackedSequence``, kept as padded sequences (B, T, ...) and their lengths (B,), which stay on the CPU."""
+
+    padded: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, packed: PackedSequence) -> Packed:
+        """Return the sequences of a packed one, in the order before they were sorted."""
+        return cls(*pad_packed_sequence(packed, batch_first=True))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def take(self, rows: Tensor) -> Packed:
+        return Packed(self.padded[rows.to(self.padded.device)], self.lengths[rows.cpu()])
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Packed:
+        return Packed(change(self.padded), self.lengths)
+
+    def arguments(self) -> PackedSequence:
+        return pack_padded_sequence(self.padded, self.lengths, batch_first=True, enforce_sorted=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Nested(SampleSet):
+    """A nested tensor, kept as the tensors of its samples."""
+
+    parts: tuple[Tensor, ...]
+    layout: torch.layout
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def take(self, rows: Tensor) -> Nested:
+        return Nested(tuple(self.parts[row] for row in rows.tolist()), self.layout)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Nested:
+        return Nested(tuple(map(change, self.parts)), self.layout)
+
+    def arguments(self) -> Tensor:
+        return torch.nested.as_nested_tensor(list(self.parts), layout=self.layout)
+
+
+def tensors_of(samples: SampleSet) -> list[Tensor]:
+    """Return every tensor of a set of samples."""
+    tensors: list[Tensor] = []
+
+    def keep(t: Tensor) -> Tensor:
+        tensors.append(t)
+        return t
+
+    samples.changed(keep)
+    return tensors
+
+
+def to_sample_set(leaf: Any) -> Any:
+    """Return a packed sequence or a nested tensor as a sample set. Return other leaves unchanged."""
+    if isinstance(leaf, PackedSequence):
+        return Packed.of(leaf)
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        return Nested(tuple(leaf.unbind()), leaf.layout)
+    return leaf
+
 
 Inputs = Any  # a tensor or a set of samples, or a tuple, list or mapping of those
 Leaf = Tensor | SampleSet

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from lapwing.data.batches import Data, dataset_loader, read_items
+from lapwing.data.batches import TARGET_KEYS, Data, Loader, dataset_loader, read_items
 from lapwing.data.inputs import (
     LEAVES,
     Batch,
@@ -38,8 +38,7 @@ from lapwing.data.inputs import (
     take,
     tensors_in,
 )
-from lapwing.data.processes import ALONE, Processes
-from lapwing.data.samples import TARGET_KEYS, Loader, share_of
+from lapwing.data.processes import ALONE, Processes, share_of
 from lapwing.errors import DataError
 from lapwing.runtime.settings import KEY, describe, is_data
 from lapwing.runtime.threads import ProgressBar, undisturbed, uniform

@@ -29,8 +29,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from lapwing.data.inputs import Batch, Inputs, accepts_arguments, call_model, has_argument, map_tensors, tensors_in
-from lapwing.data.samples import SampleSet
+from lapwing.data.inputs import (
+    Batch,
+    Inputs,
+    SampleSet,
+    accepts_arguments,
+    call_model,
+    has_argument,
+    map_tensors,
+    tensors_in,
+)
 from lapwing.errors import DataError, InputError, ModelError
 from lapwing.networks.selection import Selection
 from lapwing.runtime.settings import Rule, describe, is_integer, nearest, refuse_other_arguments

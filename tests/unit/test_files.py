@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.data.samples import OneSample
+from lapwing.data.inputs import OneSample
 from lapwing.posteriors.sampled import PointPosterior
 from tests import problems
 from tests.attack import checkpoints, files

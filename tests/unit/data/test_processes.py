@@ -17,9 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 
 import lapwing as lw
 from lapwing.data.batches import Data
-from lapwing.data.processes import ALONE, Processes
-from lapwing.data.samples import Part, next_epoch, share_of
-from lapwing.data.samples import Share as SampleShare
+from lapwing.data.processes import ALONE, Part, Processes, next_epoch, share_of
+from lapwing.data.processes import Share as SampleShare
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.training import TrainingState
 from tests import process_cases
