@@ -22,7 +22,15 @@ from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
 from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional
-from lapwing.posteriors.base import SAMPLES_RULE, SUM, EffectiveParameters, Posterior, Trace, effective_parameters
+from lapwing.posteriors.base import (
+    SAMPLES_RULE,
+    SUM,
+    EffectiveParameters,
+    Posterior,
+    Trace,
+    effective_parameters,
+    short_number,
+)
 from lapwing.predictives.base import Predictive
 from lapwing.predictives.views import as_images, concat_batches, concat_beliefs, concat_processes
 from lapwing.priors import BoundPrior, Prior
@@ -39,6 +47,13 @@ if TYPE_CHECKING:
     from lapwing.decisions.guarantees import Abstention, ConformalIntervals, ConformalSets, Detector
     from lapwing.modules import ClosedForm, Predicting
     from lapwing.report.page import Report
+
+GROUPED = "norm layers cancel the scale of the weights before them (lw.check lists these); each has its own precision."
+NAIVE = (
+    "norm layers cancel the scale of the weights before them (lw.check lists these), and the evidence, which chose the "
+    "precision, depends on that scale. Validation data do not; nor does the corrected evidence, "
+    "prior=lw.priors.per_normalised_group() with tuner=lw.tuners.LinearMode()."
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,7 +73,7 @@ class Fitted:
     >>> import lapwing as lw
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
     >>> lw.fit(torch.nn.Linear(1, 1), [(x, x)], lw.Gaussian(noise_std=0.1), prior=2.0)
-    <Fitted: Kron, 2 weights, precision 2, noise variance 0.01>
+    <Fitted: Kron, 2 weights, prior precision 2, noise variance 0.01>
     """
 
     posterior: Posterior  # that of the method
@@ -81,30 +96,31 @@ class Fitted:
         >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
         >>> data = [(x, (x[:, 0] > 0.1).long())]
         >>> print(lw.fit(torch.nn.Linear(1, 2), data, "classification", prior=2.0).summary())
-        Kron over 4 of 4 weights, Categorical: precision 2
+        Not checked on held-out data.
+        Kron over all 4 weights, Categorical likelihood: prior precision 2
         Nothing was tuned.
         """
-        selection, trace = self.network.selection, self.trace
+        selection, trace = self.network.selection, Trace("") if self.trace is None else self.trace
         total = sum(p.numel() for p in self.network.model.parameters())
-        what = f"{self.method} over {selection.size:,} of {total:,} weights, {type(self.likelihood).__name__}"
-        lines = [trace.verdict] if trace is not None and trace.verdict else []
-        lines.append(f"{what}: {self._numbers()}")
+        checked = trace.scored_on not in ("", "training")
+        lines = [trace.verdict or " ".join([
+            *([] if checked else ["Not checked on held-out data."]), *([f"{trace.comparison}."] if trace.scores else [])
+        ])]  # fmt: skip
+        share = "all" if selection.size == total else f"{selection.size:,} of"
+        lines.append(
+            f"{self.method} over {share} {total:,} weights, {type(self.likelihood).__name__} likelihood: "
+            f"{self._numbers()}"
+        )
         lines += [f"Chosen by Auto: {self.why}"] if self.why else []
         if self.posterior is not self.base:
             lines.append(self.posterior.describe())
-        if self.network.normalised:
-            lines.append("Norms cancel the scale of the weights before them (lw.check lists these). " + (
-                "Each such group has a precision to itself." if self.prior.needs_groups else
-                "The evidence depends on that scale; the corrected one does not: "
-                "prior=lw.priors.per_normalised_group(), tuner=lw.tuners.LinearMode()."
-            ))  # fmt: skip
-        if trace is None or not trace.tuner:
+        if not trace.tuner:
             lines.append("Nothing was tuned.")
-        elif trace.scores:
-            lines.append(f"Hyperparameters by {trace.tuner}; {trace.comparison}.")
         else:
-            lines.append(f"Hyperparameters by {trace.tuner}, after {len(trace.steps)} steps.")
-        return "\n".join([*lines, *(f"Note: {finding}" for finding in self.findings)])
+            how = f" on {trace.scored_on} data" if trace.scored_on else f", after {len(trace.steps)} steps"
+            lines.append(f"Tuned by {trace.tuner}{how}.")
+        norms = [] if not self.network.normalised or checked else [GROUPED if self.prior.needs_groups else NAIVE]
+        return "\n".join([*lines, *(f"Note: {finding}" for finding in (*self.findings, *norms))])
 
     @property
     def base(self) -> Posterior:
@@ -908,7 +924,7 @@ class Fitted:
         >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
         >>> posterior = lw.fit(torch.nn.Linear(1, 1), [(x, x)], "regression", prior=2.0)
         >>> posterior.with_prior(5.0)
-        <Fitted: Kron, 2 weights, precision 5, noise variance ...>
+        <Fitted: Kron, 2 weights, prior precision 5, noise variance ...>
         """
         if self.network.shift is not None:
             raise UnsupportedError(
@@ -989,7 +1005,7 @@ class Fitted:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     posterior.save(f"{folder}/net.lapwing")
         ...     lw.load(f"{folder}/net.lapwing", posterior.network.model)
-        <Fitted: Kron, 2 weights, precision 2, noise variance ...>
+        <Fitted: Kron, 2 weights, prior precision 2, noise variance ...>
         """
         PATH.check("path", path)
         self._refuse_changed()
@@ -1002,8 +1018,8 @@ class Fitted:
 
     def _numbers(self) -> str:
         """Return the precisions and the noise of the posterior that was fitted, the centre of a mixture, as text."""
-        mixture = "" if self.posterior is self.base else f"mixture of {self.posterior.cell_count} with its centre at "
-        numbers = f"{mixture}precision {_first_three(self.prior.values)}"
+        mixture = "" if self.posterior is self.base else f"mixture of {self.posterior.cell_count} around "
+        numbers = f"{mixture}prior precision {_first_three(self.prior.values)}"
         if self.likelihood.noise_variance is not None:
             numbers += f", noise variance {_first_three(self.likelihood.noise_variance)}"
         return numbers
@@ -1104,4 +1120,4 @@ def _first_three(values: Tensor) -> str:
     """Return up to three numbers as text, and how many there are."""
     flat = values.detach().flatten().tolist()
     more = f", ... ({len(flat)})" if len(flat) > 3 else ""
-    return ", ".join(f"{value:.3g}" for value in flat[:3]) + more
+    return ", ".join(short_number(value) for value in flat[:3]) + more

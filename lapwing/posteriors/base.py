@@ -56,10 +56,29 @@ SAMPLES_RULE = integer(0) | NONE
 
 Kept = Latest[tuple[range, ...], list[Tensor]]
 ALL = Query()  # all outputs of each input by itself
+OF_NETWORKS = ", mean of the networks"  # ends the name of a score that is a mean over several networks
 SUM = "sum over the data that others can be added to, as Full, Diagonal, Kron and KernelSpace have"
 
 T = TypeVar("T", bound="Tunable")
 P = TypeVar("P", bound="Posterior")
+
+
+def nll_text(score: float) -> str:
+    """Return a mean negative log-likelihood as text: a thousandth is the smallest difference that matters.
+
+    >>> nll_text(0.54467), nll_text(-1234.5)
+    ('0.545', '-1.23e+03')
+    """
+    return f"{score:.3f}" if abs(score) < 1000 else f"{score:.3g}"
+
+
+def short_number(value: float) -> str:
+    """Return a positive number with three digits, without an exponent from a thousandth to a million.
+
+    >>> [short_number(value) for value in (0.5371, 1698.2, 2.5e8)]
+    ['0.537', '1,700', '2.5e+08']
+    """
+    return f"{float(f'{value:.3g}'):,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
@@ -100,12 +119,13 @@ class Trace:
     def comparison(self) -> str:
         """The scores of the alternatives in words.
 
-        >>> Trace("Integrate", scores={"plain network": 1.25, "mixture": 0.5}, scored_on="validation").comparison
-        'cross-validated NLL on validation data: plain network 1.25, mixture 0.5'
+        >>> Trace("Integrate", scores={"plain network": 1.25, "mixture": 0.5}, scored_on="training").comparison
+        'Mean negative log-likelihood on training data (lower is better): plain network 1.250, mixture 0.500'
         """
-        scores = ", ".join(f"{name} {score:.4g}" for name, score in self.scores.items())
-        how = "cross-validated " if self.scored_on == "validation" else ""
-        return f"{how}NLL on {self.scored_on} data: {scores}"
+        scores = ", ".join(f"{name.removesuffix(OF_NETWORKS)} {nll_text(score)}" for name, score in self.scores.items())
+        how = ", cross-validated" if self.scored_on == "validation" else ""
+        how += ", averaged over the networks" if any(name.endswith(OF_NETWORKS) for name in self.scores) else ""
+        return f"Mean negative log-likelihood on {self.scored_on} data{how} (lower is better): {scores}"
 
     def after(self, earlier: Trace | None) -> Trace:
         """Return this trace with the findings of an earlier one before its own.

@@ -17,7 +17,17 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional, outputs_along
-from lapwing.posteriors.base import ALL, SUM, TRACE, Posterior, Trace, draw_numbers, predict_from_draws
+from lapwing.posteriors.base import (
+    ALL,
+    OF_NETWORKS,
+    SUM,
+    TRACE,
+    Posterior,
+    Trace,
+    draw_numbers,
+    predict_from_draws,
+    short_number,
+)
 from lapwing.posteriors.weight_space import beliefs_at, with_update_remark
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.settings import (
@@ -194,20 +204,22 @@ class MixturePosterior(Posterior):
         return len(self.cells)
 
     def describe(self) -> str:
-        """Return the cells in words: precisions or scales of the covariance, and the plain network, with weights."""
+        """Return the shares of the cells in words: by precision or scale of the covariance, and the plain network."""
         shares: dict[str, float] = {}
         for cell, weight in zip(self.cells, self.weights.tolist(), strict=True):
             each = self.members[cell.belief]
             if not cell.scale:
                 name = "plain network"
             elif each.linearised:
-                name = f"precision {float(each.problem.prior.values.mean()):.3g}"
+                name = f"precision {short_number(float(each.problem.prior.values.mean()))}"
             else:  # the scale has a factor for another noise too
                 noise = float(cell.likelihood.dispersion / each.problem.likelihood.dispersion)
                 name = f"covariance × {cell.scale / noise:.3g}"
             shares[name] = shares.get(name, 0.0) + weight
-        parts = ", ".join(f"{name} ({share:.2f})" for name, share in sorted(shares.items(), key=lambda s: -s[1]))
-        return f"A mixture of {len(self.cells)} cells: {parts}.{self._describe_offset()}"
+        parts = [f"{share:.2f} {name}" for name, share in sorted(shares.items(), key=lambda s: -s[1])]
+        parts = [part for part in parts if not part.startswith("0.00")]
+        wider = "; a smaller precision gives wider error bars" if any(" precision " in part for part in parts) else ""
+        return f"The mixture averages predictions, with shares of {', '.join(parts)}{wider}.{self._describe_offset()}"
 
     def _describe_offset(self) -> str:
         """Return what the offset of the logits does, in words; nothing if no cell differs from the base in it."""
@@ -221,7 +233,7 @@ class MixturePosterior(Posterior):
         named = sorted(named, key=lambda name: -abs(float(name.split()[0])))[:SHOWN]
         more = "" if added[0].numel() <= SHOWN else ", ..."
         share = float(self.weights[moved].sum())
-        return f" With weight {share:.2f} logits are moved, output in brackets: {', '.join(named)}{more}."
+        return f" With a share of {share:.2f} logits are shifted (output in brackets): {', '.join(named)}{more}."
 
     @property
     def _shares(self) -> Tensor:
@@ -533,8 +545,7 @@ def _merge_traces(traces: Sequence[Trace | None]) -> Trace | None:
         first,
         tuner=f"{first.tuner} for each network" if first.tuner else "",
         steps=tuple(step for trace in known for step in trace.steps),
+        verdict="",  # that of the first network is not one of the mixture
         findings=tuple(dict.fromkeys(finding for trace in known for finding in trace.findings)),
-        scores={
-            f"{name}, mean of the networks": sum(trace.scores[name] for trace in known) / len(known) for name in names
-        },
+        scores={f"{name}{OF_NETWORKS}": sum(trace.scores[name] for trace in known) / len(known) for name in names},
     )

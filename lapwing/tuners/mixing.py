@@ -14,7 +14,7 @@ from lapwing.data.batches import Data
 from lapwing.data.processes import ALONE, Processes
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import Likelihood, expand_weights
-from lapwing.posteriors.base import Posterior, Trace
+from lapwing.posteriors.base import Posterior, Trace, nll_text
 from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior
 from lapwing.predictives.base import log_density
 from lapwing.problem import check_targets
@@ -429,11 +429,11 @@ def _verdict(compared: dict[str, float], gaps: dict[str, tuple[float, float]]) -
     for name, (gain, error) in gaps.items():
         clear = abs(gain) > max(2 * error, CLEARLY)
         how = "about as good as" if not clear else "better than" if gain > 0 else "worse than"
-        groups.setdefault(how, []).append(f"{WORDS_FOR[name]} ({compared[name]:.4g})")
+        groups.setdefault(how, []).append(f"{WORDS_FOR[name]} ({nll_text(compared[name])})")
     words = " and ".join(f"{how} {' and '.join(names)}" for how, names in groups.items())
     return (
-        f"On held-out data these predictions are {words}: their mean negative log-likelihood, lower is better, is "
-        f"{compared['mixture']:.4g}."
+        f"On held-out data these predictions are {words}: their mean negative log-likelihood is "
+        f"{nll_text(compared['mixture'])} (lower is better)."
     )
 
 
@@ -489,8 +489,8 @@ FLOOR = 1e-4  # loss below which a cell counts as harmless
 DEGREES = (math.inf, 8.0, 4.0)
 GAIN = 2.0  # nats by which Student tails must be better
 ADVICE = (
-    "validation data would calibrate this posterior: fit(..., validation=data). Without rows to spare, a training on "
-    "80 % of them does: validation=lw.sibling(train_fn), for 0.8 of the cost of the network's own, and a fit."
+    "validation data would calibrate these error bars: fit(..., validation=data), with 200 rows or so. If no rows can "
+    "be spared, validation=lw.sibling(train_fn) trains a second network on 80 % of the training data instead."
 )
 WIDTH = (  # of the networks of experiments/widths.md
     "no held-out data checked the width of these error bars: over many networks 95 % intervals covered 95 % of new "

@@ -471,7 +471,7 @@ def test_one_input_without_its_batch_is_refused(setting: str) -> None:
 def test_a_posterior_in_one_line() -> None:
     x = torch.randn(20, 3)
     posterior = lw.fit(nn.Linear(3, 1), [(x, x[:, :1])], lw.Gaussian(noise_std=0.5), prior=0.25, method=lw.Full())
-    assert repr(posterior) == "<Fitted: Full, 4 weights, precision 0.25, noise variance 0.25>"
+    assert repr(posterior) == "<Fitted: Full, 4 weights, prior precision 0.25, noise variance 0.25>"
     grouped = lw.fit(
         nn.Linear(3, 1),
         [(x, torch.ones(20, 1))],
@@ -479,7 +479,7 @@ def test_a_posterior_in_one_line() -> None:
         prior=lw.priors.diagonal(2.0),
         method=lw.baselines.MapOnly(),
     )
-    assert repr(grouped) == "<Fitted: MapOnly, 4 weights, precision 2, 2, 2, ... (4)>"
+    assert repr(grouped) == "<Fitted: MapOnly, 4 weights, prior precision 2, 2, 2, ... (4)>"
 
 
 def test_a_softmax_inside_the_network_is_seen() -> None:

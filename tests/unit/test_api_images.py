@@ -351,7 +351,7 @@ def test_validation_tuners_and_the_default() -> None:
     data = problems.split(X, LABELS, (4, 3))
     posterior = lw.fit(net(), data, "classification", validation=[held_out])
     assert posterior.predict(NEW).probs.shape == (6, CHANNELS, HEIGHT, WIDTH)
-    assert "NLL on validation data" in posterior.summary()
+    assert "Tuned by Integrate on validation data." in posterior.summary()
     for tuner in (lw.tuners.LinearMode(data), lw.tuners.Integrate([held_out])):
         assert posterior.tuned(tuner).predict(NEW).probs.shape == (6, CHANNELS, HEIGHT, WIDTH)
     assert float(lw.tuners.evidence_bound(fitted("labels"), data, block=2)) < 0

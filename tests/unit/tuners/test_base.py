@@ -454,7 +454,7 @@ def test_a_bias_is_corrected_where_a_temperature_cannot(case: tuple[str, Any, tu
     assert scores["mixture"] < scores["temperature scaling"] - 0.1
     occurs = F.one_hot(y).to(D).mean(0) if kind == "classification" else y.mean(0)
     assert float((posterior.predict(x).probs.mean(0) - occurs).abs().max()) < 0.04  # a standard error is below 0.02
-    assert "logits are moved, output in brackets: -" in posterior.summary()
+    assert "logits are shifted (output in brackets): -" in posterior.summary()
 
 
 def test_offsets_are_saved_and_part_of_modules(case: tuple[str, Any, tuple[Tensor, Tensor]], tmp_path: Path) -> None:
@@ -671,14 +671,12 @@ def test_summaries_say_where_norms_cancel_a_scale_as_check_does(
     net = nn.Sequential(nn.Linear(3, 8), norm or nn.Identity(), nn.Tanh(), nn.Linear(8, 2)).eval()
     posterior = lw.fit(net, data, "classification", weights=weights)
     text, normalised = posterior.summary(), bool(lw.check(net, x, weights=weights).scale_free)
-    assert ("The evidence depends on that scale; the corrected one does not" in text) == normalised
+    assert ("depends on that scale" in text and "the corrected evidence, prior=" in text) == normalised
     posterior.save(tmp_path / "net")
     assert lw.load(tmp_path / "net", net).summary() == text
     if normalised:
         prior = lw.priors.per_normalised_group()
-        assert (
-            "Each such group has a precision to itself." in lw.fit(net, data, "classification", prior=prior).summary()
-        )
+        assert "each has its own precision." in lw.fit(net, data, "classification", prior=prior).summary()
 
 
 def test_summaries_name_method_mixture_and_scores() -> None:
@@ -689,12 +687,14 @@ def test_summaries_name_method_mixture_and_scores() -> None:
     assert first.startswith("On held-out data these predictions are ")
     assert "the network alone (" in first
     assert "the network with its temperature rescaled (" in first
-    assert what.startswith("Kron over 514 of 514 weights, Categorical: mixture of ")
-    assert " with its centre at precision " in what
-    assert parts.startswith("A mixture of ")
-    assert "cross-validated NLL on validation data: plain network " in text
-    assert "temperature scaling " in text
+    assert what.startswith("Kron over all 514 weights, Categorical likelihood: mixture of ")
+    assert " around prior precision " in what
+    assert parts.startswith("The mixture averages predictions, with shares of 0.")
+    assert "Tuned by Integrate on validation data." in text
     guarded = lw.fit(net, data, "classification")
-    assert "; NLL on training data: plain network " in guarded.summary()
+    assert guarded.summary().startswith(
+        "Not checked on held-out data. Mean negative log-likelihood on training data (lower is better): plain network "
+    )
+    assert "wider error bars" in guarded.summary()
     assert "validation data would calibrate" in guarded.summary()
     assert "\n" not in repr(guarded)
