@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from benchmarks.clock import Peak, best_of, machine
+from lapwing.curvature.base import Seeds, Sweep
 from lapwing.curvature.blocks import FACTOR_LIMIT, DiagonalSum
 from lapwing.curvature.kronecker import blockwise_sum, kronecker_curvature
-from lapwing.curvature.sweep import Seeds, Sweep
 from lapwing.data.batches import Data
 from lapwing.networks.network import Network
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.api import problem_of
+from lapwing.curvature.base import Seeds, Sweep
 from lapwing.curvature.blocks import DiagonalSum
 from lapwing.curvature.dense import full_curvature
 from lapwing.curvature.kronecker import BlockwiseCurvature, blockwise_sum
-from lapwing.curvature.sweep import Seeds, Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import check_finite
 from lapwing.errors import ModelError, UnsupportedError

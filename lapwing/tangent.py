@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import floor_by_layer, in_runs
-from lapwing.curvature.sweep import Seeds, SquaredSum, Sweep
+from lapwing.curvature.base import Seeds, SquaredSum, Sweep, floor_by_layer, in_runs
 from lapwing.data.batches import Data, Weighted
 from lapwing.data.inputs import tensors_in
 from lapwing.data.processes import ALONE, Processes

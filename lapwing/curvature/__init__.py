@@ -5,10 +5,9 @@ structures of VaLLA and ELLA are in ``lapwing.methods.inducing_points``. The nam
 structure needs (docs/extending.md).
 """
 
-from lapwing.curvature.base import Curvature, Precision
+from lapwing.curvature.base import Curvature, Precision, Seeds, Sweep, accumulate, choose_seeds
 from lapwing.curvature.blocks import BlockCurvature, BlockPrecision, BlockSum, DiagonalBlock, FullBlock
 from lapwing.curvature.kronecker import BlockwiseCurvature, blockwise_sum
-from lapwing.curvature.sweep import Seeds, Sweep, accumulate, choose_seeds
 
 __all__ = [
     "BlockCurvature", "BlockPrecision", "BlockSum", "BlockwiseCurvature", "Curvature", "DiagonalBlock", "FullBlock",

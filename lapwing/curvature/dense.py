@@ -13,6 +13,7 @@ from torch import Tensor
 from lapwing.curvature.base import (
     Curvature,
     Precision,
+    Sweep,
     cross_products,
     floor_by_layer,
     in_runs,
@@ -20,7 +21,6 @@ from lapwing.curvature.base import (
     weighted_sum,
 )
 from lapwing.curvature.kronecker import BlockwisePrecision, prior_precision
-from lapwing.curvature.sweep import Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, check_finite
 from lapwing.errors import FileError, NumericalError, UnsupportedError

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import Curvature, Precision, floor_by_layer, floor_values
+from lapwing.curvature.base import Curvature, Precision, Sweep, floor_by_layer, floor_values
 from lapwing.curvature.blocks import (
     BlockCurvature,
     BlockPrecision,
@@ -28,7 +28,6 @@ from lapwing.curvature.blocks import (
     share_spectra,
     sum_factors,
 )
-from lapwing.curvature.sweep import Sweep
 from lapwing.data.processes import Processes
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.linalg.dense import Axes, Basis, FullBasis, ThinBasis

@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lapwing.curvature.base import MANY
 from lapwing.curvature.blocks import most_rows
-from lapwing.curvature.sweep import MANY
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, tensors_in
 from lapwing.data.processes import Processes

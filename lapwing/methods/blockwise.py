@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from lapwing.curvature.base import CURVATURES, DRAWS, Sweep, accumulate, choose_seeds
 from lapwing.curvature.blocks import FACTOR_LIMIT, DiagonalSum
 from lapwing.curvature.kronecker import (
     SHARINGS,
@@ -15,7 +16,6 @@ from lapwing.curvature.kronecker import (
     kronecker_curvature,
     share_decompositions,
 )
-from lapwing.curvature.sweep import CURVATURES, DRAWS, Sweep, accumulate, choose_seeds
 from lapwing.data.batches import Data
 from lapwing.methods.base import (
     Conformance,

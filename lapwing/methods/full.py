@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lapwing.curvature.base import CURVATURES, DRAWS, accumulate, choose_seeds, refuse_open_noise
 from lapwing.curvature.dense import LowRankCurvature, full_curvature, full_hessian
-from lapwing.curvature.sweep import CURVATURES, DRAWS, accumulate, choose_seeds, refuse_open_noise
 from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.dense import svd

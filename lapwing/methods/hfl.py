@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from lapwing.curvature.sweep import Sweep
+from lapwing.curvature.base import Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, SampleRows, check_finite, map_tensors
 from lapwing.data.streams import DrawnRows

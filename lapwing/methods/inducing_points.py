@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from lapwing.curvature.base import Curvature, Precision, floor_by_layer
+from lapwing.curvature.base import Curvature, Precision, SquaredSum, Sweep, floor_by_layer
 from lapwing.curvature.dense import LowRankCurvature, LowRankPrecision, WeightRows
 from lapwing.curvature.kronecker import prior_precision
-from lapwing.curvature.sweep import SquaredSum, Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch, Inputs, check_finite
 from lapwing.data.streams import DrawnRows, class_labels

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lapwing.curvature.base import Sweep
 from lapwing.curvature.kronecker import prior_precision
-from lapwing.curvature.sweep import Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
 from lapwing.data.processes import ALONE, Processes

@@ -11,8 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import Curvature, Precision
-from lapwing.curvature.sweep import Estimate
+from lapwing.curvature.base import Curvature, Estimate, Precision
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import FileError, UnsupportedError

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.sweep import root_seeds
+from lapwing.curvature.base import root_seeds
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.data.processes import ALONE, Processes

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import lapwing as lw
 from lapwing.curvature import dense as full
 from lapwing.curvature import dense as hessian
-from lapwing.curvature.sweep import PerOutputCurvature
+from lapwing.curvature.base import PerOutputCurvature
 from lapwing.data.batches import Data
 from lapwing.data.processes import ALONE
 from lapwing.linalg.dense import STRIP

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.curvature.sweep import PerOutputCurvature
+from lapwing.curvature.base import PerOutputCurvature
 from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense

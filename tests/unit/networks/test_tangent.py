@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.curvature.base import Seeds, Sweep
 from lapwing.curvature.dense import FullCurvature
-from lapwing.curvature.sweep import Seeds, Sweep
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
 from lapwing.errors import DataError, ModelError, UnsupportedError

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
+from lapwing.curvature.base import PerOutputCurvature
 from lapwing.curvature.dense import FullCurvature
-from lapwing.curvature.sweep import PerOutputCurvature
 from lapwing.data.batches import Data
 from lapwing.posteriors.mixture import MixturePosterior
 from lapwing.posteriors.weight_space import WeightPosterior

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.curvature.sweep import DRAWS, MANY, PLAIN, DrawError, Seeds, root_seeds
+from lapwing.curvature.base import DRAWS, MANY, PLAIN, DrawError, Seeds, root_seeds
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.jacobians import DenseJacobian, Footprint
