@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from tests.conformance.test_wrong_calls import LABELS, NET, PROBS, X, Y, fit, small
+from tests.conformance.test_wrong_calls import LABELS, NET, X, Y, fit, small
 
 # Subnetworks
 
@@ -133,19 +133,3 @@ def test_a_file_is_refused_for_a_model_with_another_activation(tmp_path: Path) -
     other[1] = nn.ReLU()
     with pytest.raises(lw.errors.FileError, match=r"module '1' has changed.*Tanh"):
         lw.load(tmp_path / "net.lapwing", other)
-
-
-# Targets that do not count
-
-
-@pytest.mark.parametrize("score", ["accuracy", "ece", "categorical_nll", "brier"])
-def test_scores_leave_ignored_labels_out(score: str) -> None:
-    score_of = getattr(lw.metrics, score)
-    some = LABELS.clone()
-    some[::3] = -100
-    kept = some != -100
-    assert score_of(PROBS, some) == pytest.approx(score_of(PROBS[kept], LABELS[kept]))
-    some[::3] = 7
-    assert score_of(PROBS, some, ignore_index=7) == pytest.approx(score_of(PROBS[kept], LABELS[kept]))
-    with pytest.raises(lw.errors.DataError, match="labels run from 0 to 7"):
-        score_of(PROBS, some)

@@ -166,33 +166,6 @@ def test_the_noise_gradient_of_a_rank_beyond_the_curvatures_is_finite() -> None:
     torch.testing.assert_close(torch.autograd.grad(thin, noise), torch.autograd.grad(full, noise))
 
 
-MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], type[Exception], str]] = {
-    "likelihood class": (lambda p, x, y: lw.fit(MODEL, [(x, y)], lw.Categorical), errors.UnsupportedError, "an object"),
-    "method class": (
-        lambda p, x, y: lw.fit(MODEL, [(x, y)], "classification", method=lw.Kron), errors.UnsupportedError, "an object",
-    ),
-    "no data": (lambda p, x, y: lw.fit(MODEL, None, "classification"), errors.DataError, "DataLoader"),
-    "no module": (lambda p, x, y: lw.fit(lambda x: x, [(x, y)], "classification"), errors.ModelError, "nn.Module"),
-    "pattern": (lambda p, x, y: lw.named("(").needs(MODEL), errors.ModelError, "regular expression"),
-    "no function samples": (lambda p, x, y: p.function_samples(x, 0), errors.UnsupportedError, "n is 0.*at least 1"),
-    "half a weight sample": (lambda p, x, y: p.weight_samples(2.5), errors.UnsupportedError, "n is 2.5.*integer"),
-    "half a network": (lambda p, x, y: p.network_samples(x, 2.5), errors.UnsupportedError, "n is 2.5.*integer"),
-    "positive weights": (
-        lambda p, x, y: lw.fit(MODEL, [(x, x)], lw.Bernoulli(pos_weight=(1.0, 2.0))), errors.DataError, "one for each",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_says_why(name: str) -> None:
-    x, _, y = features()
-    posterior = lw.fit(MODEL, [(x, y)], "classification", prior=1.0)
-    call, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
-        call(posterior, x, y)
-
-
 # Models as they are met in practice: complex weights, language models with labels, padding, experts, graphs.
 
 
