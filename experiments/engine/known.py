@@ -16,6 +16,7 @@ EXPERIMENTS: dict[str, str] = {  # name -> the module and class
     "costs": "experiments.costs:Costs",
     "decisions": "experiments.decisions:Decisions",
     "drift": "experiments.vision.drift:Drift",
+    "estimators": "experiments.estimators:Estimators",
     "evidence": "experiments.vision.evidence:Evidence",
     "fashion": "experiments.fashion:Fashion",
     "flights": "experiments.flights:Flights",
