@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lapwing.decisions.collecting import align_columns, interval_text, write_json
-from lapwing.decisions.evaluation import PLAIN, Bootstrap, matters, plain_of, score_posteriors, warn_of_other_units
+from lapwing.decisions.collecting import align_columns, decimals_of, interval_parts, interval_text, write_json
+from lapwing.decisions.evaluation import (
+    PLAIN,
+    Bootstrap,
+    explain_scores,
+    matters,
+    plain_of,
+    score_posteriors,
+    title_of,
+    warn_of_other_units,
+)
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.metrics import ScoreInterval
@@ -67,6 +76,7 @@ class Comparison:
                 f"{c.name:{width}s} {c.log_evidence:13.2f} {error}{c.fit:11.2f} {c.complexity:11.2f} {c.weights:8d} "
                 f"{c.gamma:8.1f} {c.probability:11.3f}"
             )
+        lines.append("The log evidence is the fit less the complexity; gamma is how many weights the data determine.")
         return "\n".join([*lines, *self.findings])
 
 
@@ -171,6 +181,9 @@ def _findings(ranked: tuple[Candidate, ...], gammas: Mapping[str, EffectiveParam
     return tuple(findings)
 
 
+PRINTED = ("accuracy", "brier", "ece", "rmse", "crps", "coverage")  # scores beside the NLL; ``scores`` has all
+
+
 POSTERIORS = Rule(
     'a mapping from names to fitted posteriors, such as {"kron": posterior}',
     lambda v: isinstance(v, Mapping) and v and all(isinstance(name, str) for name in v),
@@ -219,16 +232,21 @@ class Evaluations:
         raise DataError(f"there is no posterior {name!r}; expected one of {', '.join(row.name for row in self.rows)}.")
 
     def __str__(self) -> str:
-        title = f"{self.inputs:,} inputs, {self.data:,} targets ({self.task}); {100 * self.confidence:g} % intervals"
-        others = [name for name in self.rows[0].scores if name != "nll"]
+        others = [name for name in self.rows[0].scores if name in PRINTED]
         table = [("name", "nll", "behind the best", "", *others, "seconds", "weights", "stored")]
+        size = max(abs(row.scores["nll"].value) for row in self.rows)
+        decimals = max(decimals_of(row.scores["nll"]) for row in self.rows)
         for row in self.rows:
-            scores = [f"{row.scores[name].value:.4g}" for name in others]
-            stored = "" if row.stored is None else f"{row.stored / 1e6:.3g} MB"
-            costs = (f"{row.seconds:.3g}", f"{row.weights:,}", stored)
-            behind = (interval_text(row.behind), row.verdict)
-            table.append((row.name, interval_text(row.scores["nll"]), *behind, *scores, *costs))
-        return "\n".join([title, *align_columns(table), *(f"Note: {finding}" for finding in self.findings)])
+            scores = [interval_parts(row.scores[name])[0] for name in others]
+            stored = "" if row.stored is None else f"{row.stored / 1e6:.2g} MB"
+            costs = (f"{row.seconds:.2g}", f"{row.weights:,}", stored)
+            behind = (interval_text(row.behind, size=size), row.verdict)
+            table.append((row.name, interval_text(row.scores["nll"], decimals), *behind, *scores, *costs))
+        title = title_of(self.inputs, self.data, self.task, self.confidence)
+        return "\n".join([
+            title, *align_columns(table), "", *explain_scores(["nll", *others], self.task),
+            *(f"Note: {finding}" for finding in self.findings),
+        ])  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Return all rows as plain values, which JSON holds."""

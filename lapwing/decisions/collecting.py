@@ -32,14 +32,50 @@ from lapwing.runtime.threads import should_show_progress, warn_caller
 if TYPE_CHECKING:
     from lapwing.fitted import Fitted
 
+ROUNDING = 1e-4  # relative to the scores, below which their difference may be rounding
+SEVERAL, LARGE = 6, 1e6  # decimals, and numbers, from which an exponent is easier to read
 
-def interval_text(each: ScoreInterval) -> str:
-    """Return a score with its interval as text.
 
-    >>> interval_text(ScoreInterval(0.12345, 0.1, 0.15, 0.01))
-    '0.1235 [0.1, 0.15]'
+def decimals_of(each: ScoreInterval) -> int:
+    """Return the decimals of a score: two digits of its interval, and at most four of its value.
+
+    >>> decimals_of(ScoreInterval(0.12345, 0.1, 0.15, 0.01)), decimals_of(ScoreInterval(0.8117, 0.81169, 0.81171, 1e-5))
+    (3, 4)
     """
-    return f"{each.value:.4g} [{each.low:.3g}, {each.high:.3g}]"
+    half, largest = max(each.high - each.value, each.value - each.low), max(map(abs, (each.value, each.low, each.high)))
+    first_digit = lambda value: math.floor(math.log10(value)) if 0 < value < math.inf else 0
+    return max(0, min(1 - first_digit(half), 3 - first_digit(largest)) if half > 0 else 3 - first_digit(largest))
+
+
+def interval_parts(each: ScoreInterval, decimals: int | None = None, size: float = 0.0) -> tuple[str, str, str]:
+    """Return a score and both ends of its interval as text.
+
+    Args:
+        each: The score.
+        decimals: How many; those that its interval allows if None.
+        size: For a difference, the size of the scores: below a ten-thousandth of it, rounding decides, and it is zero.
+
+    >>> interval_parts(ScoreInterval(0.12345, 0.1, 0.15, 0.01))
+    ('0.123', '0.100', '0.150')
+    """
+    values = (each.value, each.low, each.high)
+    if max(map(abs, values)) <= ROUNDING * size:
+        return ("0", "0", "0")
+    decimals = decimals_of(each) if decimals is None else decimals
+    form = f".{decimals}f" if decimals <= SEVERAL and max(map(abs, values)) < LARGE else ".3g"
+    texts = (format(value, form) for value in values)
+    a, b, c = (text if text.strip("-0.") else text.removeprefix("-") for text in texts)
+    return a, b, c
+
+
+def interval_text(each: ScoreInterval, decimals: int | None = None, size: float = 0.0) -> str:
+    """Return a score with its interval as text; see ``interval_parts``.
+
+    >>> interval_text(ScoreInterval(-0.07262, -0.1461, -0.00442, 0.04))
+    '-0.073 [-0.146, -0.004]'
+    """
+    value, low, high = interval_parts(each, decimals, size)
+    return f"{value} [{low}, {high}]"
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

@@ -17,6 +17,7 @@ from lapwing.data.inputs import Batch
 from lapwing.decisions.collecting import (
     align_columns,
     batches_of,
+    decimals_of,
     interval_text,
     label_batch,
     source_of,
@@ -249,6 +250,55 @@ FEW = 10
 KEPT = 100  # classes that an evaluation holds
 
 
+LOWER = "; lower is better"
+MEANINGS = {  # of the scores: a name and what it says, for readers who do not know their abbreviations
+    "nll": ("negative log-likelihood", f"how improbable the observed targets were{LOWER}"),
+    "accuracy": ("accuracy", "share of answers that are right; higher is better"),
+    "brier": ("Brier score", f"squared error of the probabilities{LOWER}"),
+    "ece": ("calibration error (ECE)", f"mean distance of confidence from the share that is right{LOWER}"),
+    "classwise_ece": ("class-wise calibration error", f"the same for each class or label by itself{LOWER}"),
+    "adaptive_ece": ("adaptive calibration error", f"the same in bins of equally many answers{LOWER}"),
+    "aurc": ("area under risk-coverage", f"error if the most uncertain inputs are left out, averaged{LOWER}"),
+    "rmse": ("RMSE", f"root of the mean squared error{LOWER}"),
+    "mae": ("mean absolute error", f"mean distance of the target from the median{LOWER}"),
+    "crps": ("CRPS", f"error of the whole distribution, in units of the target{LOWER}"),
+    "coverage": ("coverage", "share of targets inside the intervals; best is their probability"),
+    "width": ("width of the intervals", "in units of the target; narrower is better only if coverage holds"),
+    "cqm": ("calibration error of quantiles", f"mean distance of coverages from their probability{LOWER}"),
+}
+MEANING_OF_BINARY = {"ece": f"mean distance of the probability of one from the share of ones{LOWER}"}
+
+
+def meaning_of(score: str, task: str) -> tuple[str, str]:
+    """Return the name of a score in words, and what it says.
+
+    >>> meaning_of("nll", "classes")
+    ('negative log-likelihood', 'how improbable the observed targets were; lower is better')
+    """
+    name, says = MEANINGS.get(score, (score, ""))
+    return name, MEANING_OF_BINARY.get(score, says) if task == "binary labels" else says
+
+
+def explain_scores(names: Sequence[str], task: str) -> list[str]:
+    """Return a line for each score, and one for what is undecided."""
+    words = {name: meaning_of(name, task) for name in names}
+    lines = [
+        f"{name:{max(map(len, names))}s}  "
+        + (f"{title}: " if title not in (name, name.upper()) else "")
+        + says.removesuffix(LOWER)
+        for name, (title, says) in words.items()
+    ]
+    return [
+        "Lower is better where nothing else is said; a difference is undecided if its interval holds zero:", *lines
+    ]  # fmt: skip
+
+
+def title_of(inputs: int, data: int, task: str, confidence: float) -> str:
+    """Return the title of a table of scores."""
+    targets = "" if data == inputs else f" with {data:,} targets"
+    return f"Scores on {inputs:,} inputs{targets} ({task}), with {100 * confidence:g} % intervals in brackets"
+
+
 def matters(difference: ScoreInterval, size: float, inputs: int | None = None) -> bool:
     """Return whether a difference of scores counts: beyond its interval, and a thousandth of their size.
 
@@ -280,6 +330,16 @@ class Compared:
     unit: float | None = None  # what differences are compared with; None for the scores themselves
 
     @property
+    def decimals(self) -> int:
+        """The decimals of both scores in a table."""
+        return max(decimals_of(self.posterior), decimals_of(self.plain))
+
+    @property
+    def size(self) -> float:
+        """The larger of both scores, without its sign."""
+        return max(abs(self.posterior.value), abs(self.plain.value))
+
+    @property
     def verdict(self) -> str:
         """Return "better", "worse" or "undecided", or nothing where no direction is better.
 
@@ -290,8 +350,7 @@ class Compared:
         judged = self.difference if self.gain is None else self.gain
         if not self.better and self.gain is None:
             return ""
-        size = max(abs(self.posterior.value), abs(self.plain.value)) if self.unit is None else self.unit
-        if not matters(judged, size, self.inputs):
+        if not matters(judged, self.size if self.unit is None else self.unit, self.inputs):
             return "undecided"
         return "better" if (judged.high < 0) == (self.better != "higher") else "worse"
 
@@ -361,15 +420,16 @@ class Evaluation:
         raise DataError(f"there is no score {name!r}; expected one of {', '.join(row.name for row in self.rows)}.")
 
     def __str__(self) -> str:
-        title = f"{self.inputs:,} inputs, {self.data:,} targets ({self.task}); {100 * self.confidence:g} % intervals"
         table: list[tuple[str, ...]] = [("score", "posterior", PLAIN, "difference", "")]
         for row in self.rows:
-            cells = (interval_text(each) for each in (row.posterior, row.plain, row.difference))
+            scores = [interval_text(each, row.decimals) for each in (row.posterior, row.plain)]
             name = f"{row.name} ({100 * row.target:g} %)" if row.target is not None else row.name
-            table.append((name, *cells, row.verdict))
-        return "\n".join(
-            [title, *align_columns(table), *self._frequencies(), *(f"Note: {each}" for each in self.findings)]
-        )
+            table.append((name, *scores, interval_text(row.difference, size=row.size), row.verdict))
+        title = title_of(self.inputs, self.data, self.task, self.confidence)
+        return "\n".join([
+            title, *align_columns(table), *self._frequencies(), "",
+            *explain_scores([row.name for row in self.rows], self.task), *(f"Note: {each}" for each in self.findings),
+        ])  # fmt: skip
 
     @property
     def shown_classes(self) -> tuple[ClassFrequency, ...]:
@@ -384,10 +444,10 @@ class Evaluation:
         table: list[tuple[str, ...]] = [(name, "frequency", "posterior", PLAIN, "posterior - frequency", "")]
         for row in self.shown_classes:
             number = "one" if self.class_count == 1 else str(row.number)
-            numbers = (f"{value:.4g}" for value in (row.frequency, row.probability, row.plain))
+            numbers = (f"{value:.3f}" for value in (row.frequency, row.probability, row.plain))
             table.append((number, *numbers, interval_text(row.gap), row.verdict))
         some = "" if len(table) > self.class_count else f", the {SHOWN} farthest off of {self.class_count:,}"
-        return [f"mean probability and frequency{some}", *align_columns(table)]
+        return ["", f"Frequency and mean probability of each {name}{some}", *align_columns(table)]
 
     @cached_property
     def reliability(self) -> dict[str, Calibration]:

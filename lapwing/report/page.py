@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lapwing import plots
-from lapwing.decisions.collecting import json_values
-from lapwing.decisions.evaluation import Compared, Evaluation, evaluation_of_parts
+from lapwing.decisions.collecting import interval_parts, json_values
+from lapwing.decisions.evaluation import Compared, Evaluation, evaluation_of_parts, meaning_of
 from lapwing.errors import LapwingError, UnsupportedError
+from lapwing.metrics import ScoreInterval
 from lapwing.plots import (
     COLOURS,
     INK,
@@ -36,7 +37,7 @@ from lapwing.plots import (
     trace_with_steps,
 )
 from lapwing.predictives.base import NumberPredictive
-from lapwing.report.verdict import UncertainInputs, find_uncertain_inputs, percent, points, verdict_of, with_sign
+from lapwing.report.verdict import UncertainInputs, find_uncertain_inputs, percent, points, verdict_of
 from lapwing.runtime.files import refuse_no_folder, write_atomically
 from lapwing.runtime.settings import PATH, Rule, is_integer
 
@@ -148,8 +149,8 @@ def write_page(
     })  # fmt: skip
     text = environment.render(
         source=source, verdict=verdict, evaluation=evaluation, pictures=pictures, learned=learned, missing=missing,
-        looked=looked, about=about, json=embed_json(numbers), percent=percent, points=points, number=number,
-        with_sign=with_sign, words_of=words_of,
+        looked=looked, about=about, json=embed_json(numbers), percent=percent, points=points, cells=cells,
+        meaning_of=meaning_of, words_of=words_of,
     )  # fmt: skip
     write_atomically(path, [text.encode("utf-8")])
     return Report(path, verdict.sentences, numbers)
@@ -185,13 +186,14 @@ def words_of(row: Compared) -> str:
     return f"{'closer to' if row.verdict == 'better' else 'farther from'} {percent(row.target)}"
 
 
-def number(value: float) -> str:
-    """Return a number with four significant digits and a real minus sign.
+def cells(score: ScoreInterval, decimals: int | None = None, size: float = 0.0, signed: bool = False) -> list[str]:
+    """Return a score and both ends of its interval with a real minus sign, and a plus where ``signed`` asks for it.
 
-    >>> number(-0.123456), number(1234567.0)
-    ('−0.1235', '1.235e+06')
+    >>> cells(ScoreInterval(-0.12345, -0.15, 0.1, 0.01), signed=True)
+    ['−0.12', '−0.15', '+0.10']
     """
-    return f"{value:.4g}".replace("-", "−") if abs(value) >= 1e-4 or not value else f"{value:.1e}".replace("-", "−")
+    plus = lambda text: f"+{text}" if signed and text.strip("-0.") and text[0] != "-" else text
+    return [plus(text).replace("-", "−") for text in interval_parts(score, decimals, size)]
 
 
 def embed_json(numbers: Any) -> str:

@@ -230,7 +230,7 @@ def test_nothing_is_said_without_reason() -> None:
         assert models[name].effective_parameters().total < 0.7 * (size + 1)
     comparison = lw.compare(models)
     assert comparison.findings == ()
-    assert len(str(comparison).splitlines()) == 4
+    assert len(str(comparison).splitlines()) == 5
 
 
 # What must not be compared.
@@ -283,7 +283,8 @@ def test_as_a_table() -> None:
         f"{best.log_evidence:.2f}", f"{best.fit:.2f}", f"{best.complexity:.2f}", "4", f"{best.gamma:.1f}", "1.000",
     ]  # fmt: skip
     assert len({len(row) for row in (head, *rows[:2])}) == 1  # columns line up
-    assert rows[2:] == list(comparison.findings)
+    assert rows[2].startswith("The log evidence is the fit less the complexity; gamma is ")
+    assert rows[3:] == list(comparison.findings)
     assert math.isclose(sum(c.probability for c in comparison.candidates), 1)
 
 

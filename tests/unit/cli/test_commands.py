@@ -102,7 +102,7 @@ def test_prior_subset_and_seed(run: Run, tmp_path: Path) -> None:
 def test_a_file_is_replaced_if_asked_and_advice_names_options(run: Run, tmp_path: Path) -> None:
     (tmp_path / "old").write_text("precious")
     ran = run(f"{FIT} --overwrite --out {tmp_path / 'old'}")
-    assert "would calibrate this posterior: --validation DATA." in ran.out
+    assert "would calibrate these error bars: --validation DATA," in ran.out
     assert (tmp_path / "old").stat().st_size > 1000
 
 
@@ -524,8 +524,8 @@ def test_the_worked_example(
                 printed = capsys.readouterr().out
                 ran.add(words[1])
             if shown:
-                assert [line.split()[0] for line in shown.splitlines()] == [
-                    line.split()[0] for line in printed.splitlines()
+                assert [line.split()[:1] for line in shown.splitlines()] == [
+                    line.split()[:1] for line in printed.splitlines()
                 ]
     monkeypatch.delitem(sys.modules, "digits")
     assert json.loads(printed)["command"] == "evaluate"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing import metrics
 from lapwing.compare import kind_of
-from lapwing.decisions.collecting import training_residuals
+from lapwing.decisions.collecting import interval_text, training_residuals
 from lapwing.decisions.evaluation import Compared
 from lapwing.errors import CalibrationWarning, DataError
 from lapwing.metrics import ScoreInterval
@@ -410,13 +411,32 @@ def test_counts_have_no_cqm() -> None:
 def test_table_and_json(tmp_path: Path) -> None:
     evaluation = regressor().evaluate([numbers(40, generator(10))], resamples=50)
     lines = str(evaluation).splitlines()
-    assert lines[0] == "40 inputs, 40 targets (numbers); 95 % intervals"
+    assert lines[0] == "Scores on 40 inputs (numbers), with 95 % intervals in brackets"
     assert lines[1].split() == ["score", "posterior", "plain", "network", "difference"]
     assert any(line.startswith("coverage (95 %)") for line in lines)
+    explained = lines[lines.index("") + 2 :]
+    assert [line.split()[0] for line in explained] == [row.name for row in evaluation.rows]
+    assert all(len(line.split()) > 3 for line in explained)  # no score is left without words
     evaluation.json(tmp_path / "scores.json")
     stored = json.loads((tmp_path / "scores.json").read_text())
     assert stored == json.loads(json.dumps(evaluation.to_json()))
     assert stored["scores"]["nll"]["posterior"]["value"] == evaluation["nll"].posterior.value
+
+
+@pytest.mark.parametrize(
+    ("values", "size", "text"),
+    [
+        ((0.4323, 0.313, 0.569), 0.0, "0.43 [0.31, 0.57]"), ((0.21012, 0.2096, 0.2107), 0.0, "0.2101 [0.2096, 0.2107]"),
+        ((-0.0003, -0.0146, 0.0048), 0.0, "0.000 [-0.015, 0.005]"), ((-2e-9, -1e-8, 6e-9), 0.2, "0 [0, 0]"),
+        ((-2e-9, -1e-8, 6e-9), 1e-8, "-2e-09 [-1e-08, 6e-09]"), ((1234.5, 1100.0, 1300.0), 0.0, "1234 [1100, 1300]"),
+        ((0.5, 0.5, 0.5), 0.0, "0.5000 [0.5000, 0.5000]"), ((0.0, 0.0, 0.0), 0.0, "0 [0, 0]"),
+        ((math.inf, 1.0, math.inf), 0.0, "inf [1, inf]"),
+    ],
+)  # fmt: skip
+def test_scores_have_as_many_digits_as_their_intervals_allow(
+    values: tuple[float, float, float], size: float, text: str
+) -> None:
+    assert interval_text(ScoreInterval(*values, 0.0), size=size) == text
 
 
 def test_several_posteriors_are_ranked_with_the_plain_network() -> None:
@@ -434,7 +454,11 @@ def test_several_posteriors_are_ranked_with_the_plain_network() -> None:
     own = classifier().evaluate([(x, y)], resamples=RESAMPLES)
     assert table["full"].scores["nll"] == own["nll"].posterior
     assert table["plain network"].scores["nll"] == own["nll"].plain
-    assert len(str(table).splitlines()) == 5
+    head, *lines = str(table).splitlines()[1:]
+    shown = ("nll", "accuracy", "brier", "ece")
+    assert [word for word in head.split() if word in table["full"].scores] == list(shown)
+    assert [line.split()[0] for line in lines[-4:]] == list(shown)  # each is explained
+    assert len(lines) == 3 + 1 + 1 + len(shown)
     json.dumps(table.to_json(), allow_nan=False)
 
 
