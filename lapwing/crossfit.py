@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +27,10 @@ from lapwing.folds import (
     TrainFunction,
     Training,
     copied_recipe,
-    scored_rows,
+    recipe_findings,
+    scored_part,
     split_findings,
     splits_of,
-    unrepeatable,
 )
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.base import Method, OverNetworks
@@ -152,49 +151,57 @@ def crossfit(
     chosen = find_method(method)
     if isinstance(chosen, OverNetworks):
         raise UnsupportedError(f"method is {type(chosen).__name__}, which combines networks; give a method of one.")
-    model = None if model is None else extract_network(model)
     if folder is not None and model is None:
         raise UnsupportedError("folder needs model, the network trained on all rows: weights are read into its copy.")
+    model = None if model is None else extract_network(model)
     dtype = torch.get_default_dtype() if model is None else arithmetic_of(model)
     rows = Rows.of(data, target_key, dtype)
     splits = splits_of(rows, folds, groups, order, seed)
-    findings = split_findings(rows, splits)
-    given = (likelihood, weights, prior, target_key, output)
-    fit = lambda network, source: _fit_by_evidence(network, source, chosen, method is None, *given)
+    fit = partial(
+        _fit_by_evidence, likelihood=likelihood, method=chosen, is_default=method is None, weights=weights, prior=prior,
+        target_key=target_key, output=output,
+    )  # fmt: skip
     own = None if model is None else fit(model, data)  # before the trainings: it may be refused
-    is_copied = train_fn is None
-    if train_fn is None:
-        assert own is not None
-        train_fn = copied_recipe(own.posterior, rows)
-    if folder is not None:
-        Path(folder).mkdir(exist_ok=True)
-    processes = Processes.of(process_group)
-    shown = should_show_progress(progress) and processes.is_main_process
-    place = None if folder is None else Path(folder)
-    trainer = Trainer(train_fn, model, place, rows.digest(), workers, processes, shown)
+    recipe = copied_recipe(own.posterior, rows) if own is not None and train_fn is None else train_fn
+    assert recipe is not None
     trainings = [Training(f"fold {k}", split.training, seed + k) for k, split in enumerate(splits)]
     if own is None:
         trainings.append(Training(FINAL, torch.arange(len(rows)), seed + len(splits)))
-    start = time.perf_counter()
-    networks = trainer.run(trainings)
-    is_quick = (time.perf_counter() - start) / len(trainings) < QUICK
+    processes = Processes.of(process_group)
+    shown = should_show_progress(progress) and processes.is_main_process
+    trainer = Trainer(recipe, model, None if folder is None else Path(folder), rows.digest(), workers, processes, shown)
+    networks, seconds = trainer.run(trainings)
     if rows.digest() != Rows.of(data, target_key, dtype).digest():
         raise DataError("train_fn changed the data; expected it to leave them as they are, and to change a copy.")
-    if is_quick and workers == 1 and folder is None:
-        others = networks[1] if model is None else model
-        findings = (*findings, *unrepeatable(train_fn, trainings[0], networks[0], others))
+    findings = split_findings(rows, splits)
+    # Copies see their rows alone, and a quick recipe is tried with other rows; of others, held-out rows tell.
+    is_tried = train_fn is None or (seconds < QUICK * len(trainings) and trainer.is_alone)
+    if is_tried and train_fn is not None:
+        findings += recipe_findings(recipe, trainings[0], networks[0], networks[1] if model is None else model)
     own = fit(networks.pop(), data) if own is None else own
-    parts = []
-    for split, network in zip(splits, networks, strict=True):
-        split = Split(split.training, scored_rows(rows, split))
-        if len(split.held_out):
-            parts.append((split, fit(network, rows.take(split.training)), rows.take(split.held_out)))
-    if is_copied and (loss := _mean_loss(parts[0][1])) > ABOVE * _mean_loss(own):
-        findings = (*findings, f"the copy has the training loss {loss:.3g}, and the network {_mean_loss(own):.3g}: it "
-                    "is less fitted to its rows. Give the recipe: lw.sibling(train_fn).")  # fmt: skip
+    parts = [
+        (split, fit(network, rows.take(split.training)), rows.take(split.held_out))
+        for split, network in zip((scored_part(rows, split) for split in splits), networks, strict=True)
+        if len(split.held_out)
+    ]
     if not parts:
         raise DataError("no held-out row has a class that its training rows have; expected folds with every class.")
-    return _calibrate(own, parts, rows, findings, keeps_prior=prior is not None)
+    if train_fn is None:
+        findings += _copy_findings(parts[0][1], own)
+    pool = Pool.of(own.posterior, [(fold.posterior, fold.network.read_data(held, "fold")) for _, fold, held in parts],
+                   None if prior is None else ())  # fmt: skip
+    return _calibrate(own, parts, pool, findings if is_tried else findings + _ignored_rows(parts, rows, pool))
+
+
+def _copy_findings(copied: Fitted, own: Fitted) -> tuple[str, ...]:
+    """Return a remark if a copy of the network fits its rows less well than the network fits its own."""
+    reached, enough = _mean_loss(copied), _mean_loss(own)
+    if reached <= ABOVE * enough:
+        return ()
+    return (
+        f"the copy has the training loss {reached:.3g}, and the network {enough:.3g}: it is less fitted to its rows. "
+        "Give the recipe: lw.sibling(train_fn).",
+    )
 
 
 def _mean_loss(posterior: Fitted) -> float:
@@ -203,7 +210,7 @@ def _mean_loss(posterior: Fitted) -> float:
 
 
 def _fit_by_evidence(
-    model: nn.Module, data: Any, method: Method | Auto, is_default: bool, likelihood: Likelihood | str,
+    model: nn.Module, data: Any, *, likelihood: Likelihood | str, method: Method | Auto, is_default: bool,
     weights: Weights | str | None, prior: Prior | float | None, target_key: str | None,
     output: str | int | tuple[str | int, ...] | None,
 ) -> Fitted:  # fmt: skip
@@ -448,11 +455,9 @@ def _inputs(data: Any, posterior: Fitted) -> Any:
 
 
 def _calibrate(
-    own: Fitted, parts: Sequence[tuple[Split, Fitted, Any]], rows: Rows, findings: Sequence[str], keeps_prior: bool
+    own: Fitted, parts: Sequence[tuple[Split, Fitted, Any]], pool: Pool, findings: tuple[str, ...]
 ) -> CrossFit:
     """Return the result: the cells of all networks, weighted by the rows that each had not seen."""
-    pool = Pool.of(own.posterior, [(fold.posterior, fold.network.read_data(data, "fold")) for _, fold, data in parts],
-                   () if keeps_prior else None)  # fmt: skip
     compared, verdict, worse = pool.compare()
     trace = Trace(
         "crossfit", "out-of-fold NLL", findings=worse, scores=compared, scored_on="out-of-fold", verdict=verdict
@@ -463,10 +468,9 @@ def _calibrate(
         Fold(*split.pair, replace(fold, posterior=pool.mixture(pool.judged[k], pool.weights(k))), data)
         for k, (split, fold, data) in enumerate(parts)
     )
-    remarks = (*findings, *_ignored_rows(parts, rows, pool))
-    if remarks:
-        posterior = replace(posterior, posterior=with_findings(posterior.posterior, remarks))
-    return CrossFit(posterior, folds, remarks)
+    if findings:
+        posterior = replace(posterior, posterior=with_findings(posterior.posterior, findings))
+    return CrossFit(posterior, folds, findings)
 
 
 @dataclass(frozen=True, eq=False)

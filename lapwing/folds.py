@@ -8,10 +8,11 @@ import math
 import multiprocessing
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -300,12 +301,13 @@ def _frequency_findings(labels: Tensor, splits: Sequence[Split]) -> Iterator[str
         )
 
 
-def scored_rows(rows: Rows, split: Split) -> Tensor:
-    """Return the held-out rows of a fold that are scored: not those of classes that its network has never seen."""
+def scored_part(rows: Rows, split: Split) -> Split:
+    """Return a fold without the held-out rows of classes that its network has never seen: they are not scored."""
     labels = rows.labels()
     if labels is None:
-        return split.held_out
-    return split.held_out[torch.isin(labels[split.held_out], labels[split.training].unique())]
+        return split
+    known = torch.isin(labels[split.held_out], labels[split.training].unique())
+    return Split(split.training, split.held_out[known])
 
 
 def _share_of_copies(rows: Rows, splits: Sequence[Split]) -> float:
@@ -419,8 +421,19 @@ class Trainer:
     processes: Processes
     progress: bool
 
-    def run(self, trainings: Sequence[Training]) -> list[nn.Module]:
-        """Return the trained networks; those with a checkpoint are read. A failure is raised after all others ended."""
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process alone trains, and keeps nothing."""
+        return self.workers == 1 and self.folder is None and self.processes.is_single_process
+
+    def run(self, trainings: Sequence[Training]) -> tuple[list[nn.Module], float]:
+        """Return the trained networks and the seconds that they took; those with a checkpoint are read.
+
+        A failure is raised after all others ended.
+        """
+        start = time.perf_counter()
+        if self.folder is not None:
+            self.folder.mkdir(exist_ok=True)
         found: dict[str, nn.Module | LapwingError] = {}
         for training in trainings:
             model = self._read(training)
@@ -450,7 +463,7 @@ class Trainer:
                     kept = f"The others are kept in {self.folder}: call again to go on."
                 raise type(failure)(f"{failure} {kept}") from failure.__cause__
         _refuse_same(trainings, models)
-        return models
+        return models, time.perf_counter() - start
 
     def _outcomes(self, trainings: Sequence[Training]) -> Iterable[tuple[Training, nn.Module | LapwingError]]:
         if self.workers == 1 or len(trainings) < 2:
@@ -568,11 +581,30 @@ def _same_weights(one: nn.Module, other: nn.Module) -> bool:
     )
 
 
-def unrepeatable(train_fn: TrainFunction, training: Training, model: nn.Module, other: nn.Module) -> tuple[str, ...]:
-    """Return a remark if a second training of the same rows and seed gives another network than the first.
+def recipe_findings(train_fn: TrainFunction, training: Training, model: nn.Module, other: nn.Module) -> tuple[str, ...]:
+    """Try a recipe twice more, with the same seed: with the same rows, and without every fifth of them.
 
-    It does if they differ by more than a part of what the network differs by from one of other rows.
+    Args:
+        train_fn: The recipe.
+        training: A training, of which ``model`` is the result.
+        model: That network.
+        other: A network of other rows.
+
+    Returns:
+        A remark if the same rows give another network. It is another if it differs by more than a part of what a
+        network of other rows differs by.
+
+    Raises:
+        ModelError: If other rows give the same network.
     """
+    fewer = training.rows[torch.arange(len(training.rows)) % 5 > 0]
+    if len(fewer):
+        part = _attempt(train_fn, replace(training, rows=fewer))
+        if not isinstance(part, LapwingError) and _same_weights(part, model):
+            raise ModelError(
+                "train_fn returned the same network for other rows with the same seed: it ignores rows; expected it to "
+                "train on data[rows] alone."
+            )
     again = _attempt(train_fn, training)
     if isinstance(again, LapwingError):
         raise again
