@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.metrics import RiskCoverage, calibration, coverage
+from lapwing.metrics import Calibration, RiskCoverage, calibration, coverage
 from lapwing.metrics import risk_coverage as selective_risk
 from lapwing.posteriors.base import Posterior, Trace
+from lapwing.predictives.scores import LEVELS as CQM_LEVELS
 from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, describe, integer
 from lapwing.values.arrays import Values, numbers, vectors
 
@@ -136,6 +137,42 @@ class AnswerProbabilities:
         """One where the answer is wrong, zero where it is right."""
         return 1 - self.true if self.of_classes else ((self.probability > 0.5).double() - self.true).abs()
 
+    def calibration(self) -> Calibration:
+        """Return what was stated and what came true, in bins."""
+        return calibration(self.probability, self.true)
+
+    def curve(self) -> RiskCoverage:
+        """Return the share of wrong answers against coverage."""
+        return selective_risk(self.uncertainty, self.wrong)
+
+
+@dataclass(frozen=True, eq=False)
+class Residuals:
+    """Targets of predicted numbers, (N,) each: the probability of a lower one, standard deviation and error."""
+
+    pit: Tensor
+    std: Tensor
+    error: Tensor
+
+    def coverage(self, levels: Sequence[float]) -> Tensor:
+        """Return the share of targets inside the central intervals of each level, (levels,)."""
+        inside = (2 * self.pit - 1).abs().unsqueeze(1) <= torch.tensor(levels, dtype=torch.float64)
+        return inside.double().mean(0)
+
+    def calibration(self) -> Calibration:
+        """Return levels of central intervals and their coverages."""
+        levels = torch.tensor(CQM_LEVELS, dtype=torch.float64)
+        return Calibration(levels, self.coverage(CQM_LEVELS), torch.full_like(levels, 1 / len(levels)))
+
+    def curve(self) -> RiskCoverage:
+        """Return the mean squared error against coverage."""
+        return selective_risk(self.std, self.error.square())
+
+
+def is_of_numbers(prediction: object) -> bool:
+    """Return whether a prediction is one of numbers, which have intervals."""
+    return isinstance(prediction, Residuals) or hasattr(prediction, "interval")
+
 
 def answers(prediction: Any, y: Any) -> AnswerProbabilities:
     """Return the probabilities of a prediction of labels, and what came true.
@@ -155,7 +192,7 @@ def answers(prediction: Any, y: Any) -> AnswerProbabilities:
     """
     if isinstance(prediction, AnswerProbabilities):
         return prediction
-    if isinstance(prediction, Residuals) or hasattr(prediction, "interval"):
+    if is_of_numbers(prediction):
         raise UnsupportedError(
             f"the prediction is a {type(prediction).__name__} of numbers, which have no probabilities of labels; "
             "expected one of labels. For numbers use lw.plots.intervals."
@@ -167,8 +204,7 @@ def answers(prediction: Any, y: Any) -> AnswerProbabilities:
     if not binary and (probs.shape[:-1] != y.shape or y.is_floating_point()):
         raise DataError(
             f"probs is {describe(probs)}, y is {describe(y)}; expected class numbers, one for each row of "
-            "probabilities, or "
-            "zeros and ones in the shape of the probabilities."
+            "probabilities, or zeros and ones in the shape of the probabilities."
         )
     y = y.to(probs.device)
     counts = y.flatten() != IGNORED
@@ -188,15 +224,6 @@ def _refuse_outside(y: Tensor, most: int) -> None:
             f"labels run from {float(y.min()):g} to {float(y.max()):g}; expected 0..{most}, or {IGNORED} for data that "
             f"do not count. Where another number marks these, such as 255: y.masked_fill(y == 255, {IGNORED})."
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Residuals:
-    """Targets of predicted numbers, (N,) each: the probability of a lower one, standard deviation and error."""
-
-    pit: Tensor
-    std: Tensor
-    error: Tensor
 
 
 def separate(prediction: Any) -> Any:
@@ -258,8 +285,8 @@ def observed_coverage(prediction: Any, y: Any, levels: Sequence[float] = LEVELS)
         UnsupportedError: It is a prediction of labels, which have no intervals.
     """
     if isinstance(prediction, Residuals):
-        return [float(((2 * prediction.pit - 1).abs() <= level).double().mean()) for level in levels]
-    if not hasattr(prediction, "interval"):
+        return prediction.coverage(levels).tolist()
+    if not is_of_numbers(prediction):
         raise UnsupportedError(
             f"the prediction is a {type(prediction).__name__} without intervals; expected one of numbers, as of "
             "regression or counts. For labels use lw.plots.reliability."
@@ -279,16 +306,14 @@ def as_outputs(prediction: Any, y: Values) -> Tensor:
 
 def risk_of(prediction: Any, y: Any) -> RiskCoverage:
     """Return the risk-coverage curve: the share of wrong labels, or the root of the mean squared error of numbers."""
+    if not is_of_numbers(prediction):
+        return answers(prediction, y).curve()
     if isinstance(prediction, Residuals):
-        curve = selective_risk(prediction.std, prediction.error.square())
-        return RiskCoverage(curve.coverage, curve.risk.sqrt())
-    if hasattr(prediction, "interval"):
-        y = as_outputs(prediction, y)
-        error = (prediction.mean - y).double().square().flatten(1).mean(1)
+        curve = prediction.curve()
+    else:
+        error = (prediction.mean - as_outputs(prediction, y)).double().square().flatten(1).mean(1)
         curve = selective_risk(prediction.variance.detach().double().flatten(1).mean(1), error.detach())
-        return RiskCoverage(curve.coverage, curve.risk.sqrt())
-    found = answers(prediction, y)
-    return selective_risk(found.uncertainty, found.wrong)
+    return RiskCoverage(curve.coverage, curve.risk.sqrt())
 
 
 def band(
@@ -345,7 +370,7 @@ def band(
     centre, z = chosen(prediction.mean), normal_half_width(level)
     ax, places, reach = new_axis(ax), inputs[order].tolist(), [centre]
     spread = z * chosen(prediction.std)
-    if hasattr(prediction, "interval"):
+    if is_of_numbers(prediction):
         low, high = map(chosen, prediction.interval(level))
         shade(ax, places, low.tolist(), high.tolist(), label=f"{percent} of targets")
         spread = z * chosen(prediction.epistemic_variance).clamp_min(0).sqrt()
@@ -771,8 +796,7 @@ def risk_coverage(prediction: Any, y: Values | None = None, *, ax: Axes | None =
         ax.plot(coverage, risk, **{**style, "marker": None}, linewidth=1.6, label=name or None)
         top = max(top, *risk)
         if not isinstance(each, RiskCoverage):
-            real = isinstance(each, Residuals) or hasattr(each, "interval")
-            words = "RMSE of the answers" if real else "share of wrong answers"
+            words = "RMSE of the answers" if is_of_numbers(each) else "share of wrong answers"
     ax.set(xlim=(0, 1), ylim=(0, 1.05 * top or 1.0), ylabel=words, xlabel="share of inputs that are answered")
     add_legend(ax, loc="best")
     return ax

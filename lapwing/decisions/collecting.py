@@ -222,8 +222,7 @@ def label_batch(posterior: Fitted, batch: Batch, name: str) -> LabelledBatch:
     if likelihood.ignores_common_shift and y.is_floating_point():
         raise DataError(
             f"{name}: targets are probabilities of the classes, {describe(y)}; expected class numbers: a soft target "
-            "is "
-            "neither right nor wrong. Give the most probable classes, such as y.argmax(1)."
+            "is neither right nor wrong. Give the most probable classes, such as y.argmax(1)."
         )
     return LabelledBatch(batch.inputs, y, ~likelihood.ignored(y))
 

@@ -26,11 +26,11 @@ from lapwing.decisions.collecting import (
     write_json,
 )
 from lapwing.errors import DataError
-from lapwing.metrics import Calibration, RiskCoverage, ScoreInterval, calibration, risk_coverage
+from lapwing.metrics import Calibration, RiskCoverage, ScoreInterval
 from lapwing.plots import AnswerProbabilities, Residuals
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.sampled import PointPosterior
-from lapwing.predictives.scores import LEVELS, ClassSums, Numbers, Score, Scoring
+from lapwing.predictives.scores import ClassSums, Numbers, Score, Scoring
 from lapwing.runtime.memory import batch_size_for
 from lapwing.runtime.settings import GENERATOR, PROBABILITY, integer
 from lapwing.runtime.threads import independent_generator
@@ -456,7 +456,7 @@ class Evaluation:
         Of classes confidence and accuracy, of binary labels the probability and the frequency of one, and of numbers
         levels and coverages.
         """
-        return {name: _bin_numbers(found) for name, found in self.by_network.items()}
+        return {name: found.calibration() for name, found in self.by_network.items()}
 
     @cached_property
     def curve(self) -> dict[str, RiskCoverage]:
@@ -464,7 +464,7 @@ class Evaluation:
 
         The risk is the share of wrong answers, and for numbers the mean squared error.
         """
-        return {name: _curve(found) for name, found in self.by_network.items()}
+        return {name: found.curve() for name, found in self.by_network.items()}
 
     @property
     def by_network(self) -> dict[str, AnswerProbabilities | Residuals]:
@@ -515,20 +515,6 @@ class Evaluation:
         return draw(self, ax=ax)
 
 
-def _bin_numbers(found: AnswerProbabilities | Residuals) -> Calibration:
-    if isinstance(found, AnswerProbabilities):
-        return calibration(found.probability, found.true)
-    levels = torch.tensor(LEVELS, dtype=torch.float64)
-    inside = (2 * found.pit - 1).abs().unsqueeze(1) <= levels
-    return Calibration(levels, inside.double().mean(0), torch.full_like(levels, 1 / len(levels)))
-
-
-def _curve(found: AnswerProbabilities | Residuals) -> RiskCoverage:
-    if isinstance(found, AnswerProbabilities):
-        return risk_coverage(found.uncertainty, found.wrong)
-    return risk_coverage(found.std, found.error.square())
-
-
 def evaluation_of_parts(
     parts: Sequence[tuple[Fitted, Iterable[object]]], *, level: float, confidence: float, resamples: int,
     target_key: str | None, progress: bool | None, generator: torch.Generator | None,
@@ -559,9 +545,7 @@ def warn_of_other_units(posterior: Fitted, scored: Scored) -> tuple[str, ...]:
     return warn_of_units(posterior, rows[..., columns.index("mean")], rows[..., columns.index("error")], "data")
 
 
-def frequencies(
-    own: ClassTotals | None, plain: ClassTotals | None, confidence: float
-) -> tuple[ClassFrequency, ...]:  # fmt: skip
+def frequencies(own: ClassTotals | None, plain: ClassTotals | None, confidence: float) -> tuple[ClassFrequency, ...]:
     """Return mean probability and frequency of every class; of many, those that are farthest off."""
     if own is None or plain is None:
         return ()

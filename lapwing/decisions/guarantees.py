@@ -414,8 +414,8 @@ def abstention_of(
     def number(predictive: Predictive, batch: LabelledBatch) -> Tensor:
         scoring = predictive.scoring
         scoring.refuse_tolerance(tolerance)
-        one_of(scoring.uncertainties).check("by", scoring.uncertainties[0] if by is None else by)
-        doubt = scoring.uncertainty(predictive, scoring.uncertainties[0] if by is None else by)
+        (one_of(scoring.uncertainties) | NONE).check("by", by)
+        doubt = scoring.uncertainty(predictive, by or scoring.uncertainties[0])
         return torch.stack([doubt, scoring.wrong(predictive, batch.targets, tolerance).to(doubt)], 1)
 
     rows, scoring = rows_of(posterior, calibration, number, target_key=target_key, progress=progress)
@@ -429,7 +429,7 @@ def abstention_of(
         )
     best = max(passed, key=lambda test: test.threshold)
     return Abstention(
-        posterior, scoring.uncertainties[0] if by is None else by, best.threshold, risk, confidence, best.bound,
+        posterior, by or scoring.uncertainties[0], best.threshold, risk, confidence, best.bound,
         best.errors / best.below, best.share, len(doubt), risk_coverage(doubt, wrong),
     )  # fmt: skip
 

@@ -29,9 +29,7 @@ from lapwing.tuners.base import Ascend, MaximiseEvidence, Tuner, check_tuner, ru
 RANGE = (1e-14, 1e3)  # of variances in a search, in units of the variance that explains y - A h(mean) by itself
 NOISE_RANGE = (1e-8, 1e2)  # of noise variances, in the same units
 NOISE_START = 1e-4  # the smallest that a search starts from, in the same units
-VANISHED = (
-    1e-2  # share of noise in the variance of the measurements, as σ² tr K_yy⁻¹ / dy, below which it has no effect
-)
+VANISHED = 1e-2  # noise in the variance of the measurements, as σ² tr K_yy⁻¹ / dy, below which it has no effect
 UNUSED = 1e-2  # nats that a block can have learned at most, below which it adds next to nothing to the error bars
 UNFITTED = 2.0  # residuals of the network in units of the noise, above which it is not near the measurements
 PAIRS = Rule(
