@@ -483,7 +483,7 @@ def confidence_map(
     ax = new_axis(ax)
     low, high = ends if ends is not None else (float(values.min()), float(values.max()) + 1e-12)
     levels = [low + (high - low) * i / 12 for i in range(13)]
-    inside = values.clamp(low, high).tolist()
+    inside = values.clamp(low, high - 1e-6 * (high - low)).tolist()  # the last level itself would stay white
     drawn = ax.tricontourf(x[:, 0].tolist(), x[:, 1].tolist(), inside, levels=levels, cmap="cividis")
     ax.figure.colorbar(drawn, ax=ax, label=words, ticks=levels[::3], format="%.2g")
     if data is not None:

@@ -43,6 +43,13 @@ def test_a_page_of_methods_has_an_example_and_ends_with_references(page: Path) -
     assert sections[-1] in ("Reference", "References")
 
 
+def test_the_gallery_shows_what_its_examples_draw() -> None:
+    text = (DOCS / "gallery.md").read_text(encoding="utf-8")
+    drawn_there = re.findall(r'savefig\("(\w+\.png)"', text)
+    assert drawn_there == re.findall(r"\]\(images/gallery/(\w+\.png)\)", text)
+    assert set(drawn_there) == {path.name for path in (DOCS / "images" / "gallery").iterdir()}
+
+
 PARTS = [source for _, source in examples(DOCS / "extending.md") if re.search("^class (?!Sinh)", source, re.MULTILINE)]
 
 

@@ -285,6 +285,13 @@ def test_a_map_shows_confidence_in_its_range(classes: int) -> None:
     assert len(ax.collections) == 1 + 3
 
 
+def test_a_map_has_a_colour_where_a_network_is_sure() -> None:
+    points = lw.plots.grid(torch.randn(9, 2), points=5)
+    ax = lw.plots.confidence_map(torch.eye(2)[(points[:, 0] > 0).long()], points)
+    *_, highest = ax.collections[0].get_paths()
+    assert len(highest.vertices) > 0
+
+
 def test_a_map_of_numbers_shows_their_spread() -> None:
     points = lw.plots.grid(torch.randn(9, 2), points=5)
     ax = lw.plots.confidence_map(predicted(points[:, :1]), points)
