@@ -43,7 +43,7 @@ from lapwing.priors import Prior
 from lapwing.problem import Problem, check_named_targets, check_targets, check_targets_for, mean_squared_residual
 from lapwing.recipes import Recipe, online
 from lapwing.registry import Auto, find_likelihood, find_method, find_weights, prior_for
-from lapwing.runtime.settings import GENERATOR, NONE, PATH, Rule
+from lapwing.runtime.settings import GENERATOR, NONE, PATH, of_class
 from lapwing.runtime.threads import Stream, independent_generator, should_show_progress, uniform, with_inner_progress
 from lapwing.training import Epoch, TrainingState
 from lapwing.tuners.base import MaximiseEvidence, Tuner, check_tuner, follows_evidence, run_tuner, start_near_optimum
@@ -235,7 +235,7 @@ def train(
     torch.Size([3, 1])
     """
     (PATH | NONE).check("checkpoint", checkpoint)
-    (Rule("the state of a run", lambda v: isinstance(v, TrainingState)) | PATH | NONE).check("resume", resume)
+    (of_class("the state of a run", TrainingState) | PATH | NONE).check("resume", resume)
     device, processes = device_of(model), Processes.of(process_group)
     shown = should_show_progress(progress) and processes.is_main_process
     dtype = arithmetic_of(model)

@@ -22,7 +22,7 @@ from lapwing.methods.full import KernelSpace
 from lapwing.networks.passes import outputs_along
 from lapwing.networks.selection import last_layer
 from lapwing.posteriors.base import Posterior
-from lapwing.runtime.settings import POSITIVE, Rule, integer
+from lapwing.runtime.settings import POSITIVE, integer, of_class
 from lapwing.runtime.threads import derived_generator, global_seed, normal
 from lapwing.values.gaussian import isolate
 
@@ -44,7 +44,7 @@ __all__ = ["LapwingModel", "surrogate", "thompson"]
 
 
 TOGETHER = 128  # inputs whose joint covariance is computed at once; only its blocks on the diagonal are kept
-FITTED = Rule("a fitted posterior from lw.fit, lw.train or lw.load", lambda value: isinstance(value, Fitted))
+FITTED = of_class("a fitted posterior from lw.fit, lw.train or lw.load", Fitted)
 
 
 class LapwingModel(Model):  # type: ignore[misc]

@@ -21,10 +21,10 @@ from lapwing.networks.selection import Weights
 from lapwing.priors import Isotropic
 from lapwing.problem import Problem
 from lapwing.registry import METHODS, Auto, Choice, find_likelihood, find_weights
-from lapwing.runtime.settings import FLAG, NONE, Rule, is_integer
+from lapwing.runtime.settings import FLAG, NONE, Rule, is_integer, of_class
 from lapwing.trials import Trials
 
-AUTO = Rule("the limits of the choice, such as lw.Auto(memory=2**30, seconds=60)", lambda v: isinstance(v, Auto))
+AUTO = of_class("the limits of the choice, such as lw.Auto(memory=2**30, seconds=60)", Auto)
 NAMES = Rule(
     f"a list of names of methods, out of {', '.join(METHODS)}",
     lambda v: isinstance(v, list | tuple) and all(isinstance(name, str) and name in METHODS for name in v),

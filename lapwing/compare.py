@@ -28,14 +28,14 @@ from lapwing.metrics import ScoreInterval
 from lapwing.networks.forward import outside_autocast
 from lapwing.posteriors.base import EffectiveParameters, Posterior
 from lapwing.posteriors.mixture import MixturePosterior
-from lapwing.runtime.settings import Rule, State, refuse_other_arguments
+from lapwing.runtime.settings import Rule, State, of_class, refuse_other_arguments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DISTINCT = 3.0  # standard errors between two evidences that decide their order; the errors are estimates themselves
 DRAWS = 2**14  # of the errors, over which probabilities are averaged
-FITTED = Rule("a posterior that fit() made", lambda v: isinstance(v, Fitted), DataError)
+FITTED = of_class("a posterior that fit() made", Fitted, DataError)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from lapwing.priors import Prior
 from lapwing.problem import Problem
 from lapwing.registry import find_weights
 from lapwing.runtime.memory import refuse_large_result
-from lapwing.runtime.settings import GENERATOR, NONE, Rule, integer, is_integer, is_real
+from lapwing.runtime.settings import GENERATOR, NONE, Rule, integer, is_integer, is_real, of_class
 from lapwing.runtime.threads import independent_generator, should_show_progress, uniform
 from lapwing.tuners.base import MaximiseEvidence, start_near_optimum
 
@@ -86,7 +86,7 @@ def number_to_choose(n: float, candidates: int) -> int:
     return int(n) if is_integer(n) else max(1, round(n * candidates))
 
 
-SETTINGS = Rule("lw.baselines.SWAG(...)", lambda v: isinstance(v, SWAG))
+SETTINGS = of_class("lw.baselines.SWAG(...)", SWAG)
 
 
 @outside_autocast

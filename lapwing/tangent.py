@@ -27,6 +27,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.tangent import LayerJacobians, Tangent
 from lapwing.problem import Statistics
 from lapwing.runtime.memory import budget, chunks, concat_chunks
+from lapwing.runtime.settings import describe_kind
 from lapwing.runtime.threads import generator_or_default, normal
 
 CACHE = 0.5  # share of the byte budget for layer factors that are kept between products
@@ -492,10 +493,9 @@ class Operator:
     def __matmul__(self, v: Tensor) -> Tensor:
         expected = (self.shape[1],)
         if not isinstance(v, Tensor) or v.is_complex() or v.ndim > 2 or v.shape[:1] != expected or not v.numel():
-            seen = f"a tensor {tuple(v.shape)} of {v.dtype}" if isinstance(v, Tensor) else f"a {type(v).__name__}"
             raise DataError(
-                f"a product of an operator {self.shape} with {seen}; expected a real tensor ({self.shape[1]},) or "
-                f"({self.shape[1]}, K)."
+                f"a product of an operator {self.shape} with {describe_kind(v)}; expected a real tensor "
+                f"({self.shape[1]},) or ({self.shape[1]}, K)."
             )
         if self.guard is not None:
             self.guard()

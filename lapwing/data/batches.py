@@ -39,7 +39,7 @@ from lapwing.data.inputs import (
 from lapwing.data.known_rows import RowSketch, Sketching
 from lapwing.data.processes import ALONE, Part, Processes, Share, refuse_copies, share_of
 from lapwing.errors import DataError, UnsupportedError
-from lapwing.runtime.settings import DATA, KEY, describe, is_array
+from lapwing.runtime.settings import DATA, KEY, describe, describe_kind, is_array
 from lapwing.runtime.threads import ProgressBar, Stream, allow_interrupts, normal, undisturbed
 
 Loader = Iterable[object]  # yields batches in any form that a user has
@@ -97,10 +97,9 @@ class WeightedBatches:
             return {**rest, name: Weighted(item[name], item[self.key])}
         if isinstance(item, tuple | list) and len(item) == 3:
             return item[0], Weighted(item[1], item[2])
-        what = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
         raise DataError(
-            f"a batch is a {what}; expected (inputs, targets, weights), or a mapping with {self.key!r}. Other items "
-            "are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, "
+            f"a batch is {describe_kind(item)}; expected (inputs, targets, weights), or a mapping with {self.key!r}. "
+            "Other items are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, "
             "lw.samples.Weighted(targets, weights)))."
         )
 
@@ -278,13 +277,10 @@ def _refuse_half_pair(source: object, name: str) -> None:
         )
     if is_array(source[0]):
         raise DataError(
-            f"{name} is a tuple of {count} whose first part is {_kind(source[0])}; expected (inputs, targets). Weights "
-            "go into lw.samples.weighted((inputs, targets, weights)), several inputs into a tuple: ((x1, x2), y)."
+            f"{name} is a tuple of {count} whose first part is {describe_kind(source[0])}; expected (inputs, "
+            "targets). Weights go into lw.samples.weighted((inputs, targets, weights)), several inputs into a tuple: "
+            "((x1, x2), y)."
         )
-
-
-def _kind(value: object) -> str:
-    return describe(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def dataset_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[Any]:
@@ -338,12 +334,11 @@ def to_batch(item: object, target_key: str | None, dtype: torch.dtype | None) ->
         if isinstance(item[0], Mapping) and target_key and target_key in item[0]:
             raise DataError(f"the target key {target_key!r} names an input of an (inputs, targets) batch.")
         return _batch(item[0], item[1], dtype)
-    what = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
     raise DataError(
-        f"a batch is a {what}; expected (inputs, targets) or a mapping with a target key. One data set of two tensors "
-        "or arrays is a tuple: (inputs, targets). "
-        "Several inputs go into a tuple: ((x1, x2), y); weights need lw.samples.weighted(loader); other items "
-        "are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, targets))."
+        f"a batch is {describe_kind(item)}; expected (inputs, targets) or a mapping with a target key. One data set "
+        "of two tensors or arrays is a tuple: (inputs, targets). Several inputs go into a tuple: ((x1, x2), y); "
+        "weights need lw.samples.weighted(loader); other items are unpacked by a function of yours: "
+        "lw.samples.unpacked(loader, lambda item: (inputs, targets))."
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lapwing.errors import DataError
-from lapwing.runtime.settings import is_array, rebuild
+from lapwing.runtime.settings import describe_kind, is_array, rebuild
 
 
 class SampleSet(ABC):
@@ -378,7 +378,7 @@ class SampleRows:
         if not any(n_rows(t) or t.ndim for _, t in leaves if isinstance(t, Tensor)):
             if is_numbers(inputs):
                 raise DataError(
-                    f"the inputs are a {type(inputs).__name__} of {len(inputs)} with numbers in it; expected a tensor "
+                    f"the inputs are {describe_kind(inputs)} with numbers in it; expected a tensor "
                     "or an array. Make one of them: np.asarray(inputs), or torch.as_tensor(inputs)."
                 )
             raise DataError(

@@ -40,7 +40,7 @@ from lapwing.data.inputs import (
 )
 from lapwing.data.processes import ALONE, Processes, share_of
 from lapwing.errors import DataError
-from lapwing.runtime.settings import KEY, describe, is_data
+from lapwing.runtime.settings import KEY, describe_kind, is_data
 from lapwing.runtime.threads import ProgressBar, undisturbed, uniform
 
 PIECE = 2**16  # random keys that are drawn at a time
@@ -369,7 +369,7 @@ class InputStream:
             return item
         if is_numbers(item):
             raise DataError(
-                f"batch {position} is a {type(item).__name__} of {len(item)} with numbers in it; expected a tensor or "
+                f"batch {position} is {describe_kind(item)} with numbers in it; expected a tensor or "
                 "an array. Make one of nested lists: np.asarray(x), or torch.as_tensor(x)."
             )
         if isinstance(item, tuple | list):
@@ -380,11 +380,11 @@ class InputStream:
             for choice in choices:
                 if not self.places or has_places(choice, self.places):
                     return choice
-        what = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else describe(item)
         form = f" with the tensors {', '.join(sorted(self.places))}" if self.places else ""
         raise DataError(
-            f"batch {position} is a {what}; expected inputs{form}, or (inputs, targets), as in the fit. Other items "
-            "are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, targets))."
+            f"batch {position} is {describe_kind(item)}; expected inputs{form}, or (inputs, targets), as in the fit. "
+            "Other items are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, "
+            "targets))."
         )
 
     def _without_target(self, item: Mapping[str, Any]) -> Inputs:

@@ -25,13 +25,14 @@ from lapwing.runtime.settings import (
     Real,
     Rule,
     is_real,
+    of_class,
     saved,
     setting,
 )
 from lapwing.runtime.threads import poisson, sequential_normal
 from lapwing.values.gaussian import FunctionGaussian
 
-TENSOR_OR_NONE = Rule("a tensor, or None", lambda v: isinstance(v, Tensor | None), DataError)  # a search sets values
+TENSOR_OR_NONE = of_class("a tensor, or None", Tensor | None, DataError)  # a search sets values
 NOISE = Maybe(Either(ABOVE_ZERO, ListOf(ABOVE_ZERO, "C")))  # in files
 DEGREES = Rule(
     "an even number from 4, or infinity",

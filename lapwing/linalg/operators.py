@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.runtime.settings import FUNCTION, HasSettings, Rule, describe, integer, required
+from lapwing.runtime.settings import FUNCTION, HasSettings, Rule, describe, integer, of_class, required
 from lapwing.runtime.threads import normal, quiet
 
 Product = Callable[[Tensor], Tensor]  # rows (K, P) -> rows (K, P), each row independent of the others
@@ -225,7 +225,7 @@ class OperatorDesign(HasSettings):
     size: int = required(integer())
     forward: Callable[[Tensor], Tensor] = required(FUNCTION)
     back: Callable[[Tensor], Tensor] = required(FUNCTION)
-    like: Tensor = required(Rule("a tensor", lambda v: isinstance(v, Tensor), DataError))
+    like: Tensor = required(of_class("a tensor", Tensor, DataError))
     streamed: ClassVar[bool] = False
 
     def __iter__(self) -> Iterator[DesignRows]:

@@ -48,7 +48,7 @@ from lapwing.linalg.operators import (
     parts_with_rows,
 )
 from lapwing.linalg.stochastic import Perturbed
-from lapwing.runtime.settings import describe, integer, is_real
+from lapwing.runtime.settings import describe, describe_kind, integer, is_real
 from lapwing.runtime.threads import derived_generator, normal, uniform
 
 WIDE = (torch.float32, torch.float64)
@@ -60,7 +60,7 @@ def feature_design(features: Tensor | OperatorDesign) -> Design:
         x = check_features(features.detach())
         return MatrixDesign(x if x.dtype in WIDE else x.float())
     if not isinstance(features, OperatorDesign):
-        raise DataError(f"features are a {type(features).__name__}; expected a tensor or an OperatorDesign.")
+        raise DataError(f"features are {describe_kind(features)}; expected a tensor or an OperatorDesign.")
     if features.like.dtype not in WIDE:
         raise DataError(
             f"the functions of an OperatorDesign take {features.like.dtype}; expected float32 or float64. Compute in "
@@ -72,7 +72,7 @@ def feature_design(features: Tensor | OperatorDesign) -> Design:
 def check_features(x: Tensor, columns: int | None = None) -> Tensor:
     """Return the features (rows, columns); raise unless they are a finite floating-point matrix of that width."""
     if not isinstance(x, Tensor):
-        raise DataError(f"features are a {type(x).__name__}; expected a tensor (rows, {columns or 'columns'}).")
+        raise DataError(f"features are {describe_kind(x)}; expected a tensor (rows, {columns or 'columns'}).")
     if x.ndim != 2 or x.numel() == 0 or x.shape[1] != (columns or x.shape[1]):
         raise DataError(f"features have the shape {tuple(x.shape)}; expected (rows, {columns or 'columns'}).")
     if not x.dtype.is_floating_point:
@@ -84,7 +84,7 @@ def check_features(x: Tensor, columns: int | None = None) -> Tensor:
 def check_targets(targets: Tensor, design: Design) -> Tensor:
     """Return the targets (rows,) in float64 on the design's device; raise unless there is one number for each row."""
     if not isinstance(targets, Tensor):
-        raise DataError(f"targets are a {type(targets).__name__}; expected a tensor ({design.rows},).")
+        raise DataError(f"targets are {describe_kind(targets)}; expected a tensor ({design.rows},).")
     if targets.is_complex():
         raise DataError(f"targets are {targets.dtype}; expected real numbers.")
     refuse_meta(targets)
@@ -114,7 +114,7 @@ def _detach(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def apply(v: Tensor) -> Tensor:
         image = function(v)
         if not isinstance(image, Tensor) or image.is_complex():
-            given = image.dtype if isinstance(image, Tensor) else f"a {type(image).__name__}"
+            given = describe_kind(image)
             raise DataError(f"a function of an OperatorDesign gave {given}; expected a tensor of real numbers.")
         return image.detach()
 
@@ -152,7 +152,7 @@ def _check_twice(product: Callable[[Tensor], Tensor], rows: Tensor, width: int, 
         ) from error
     if not isinstance(first, Tensor):
         raise DataError(
-            f"{name} of an operator returned a {type(first).__name__}; expected a tensor ({len(rows)}, {width})."
+            f"{name} of an operator returned {describe_kind(first)}; expected a tensor ({len(rows)}, {width})."
         )
     if first.shape != (len(rows), width):
         raise DataError(
@@ -464,10 +464,10 @@ def _frame(design: Design, targets: Tensor) -> Frame:
 
 def _stack(features: Tensor, targets: Tensor) -> MatrixDesign:
     """Return the design of features (n, C, P), in parts that hold all rows of a datum."""
-    given = tuple(targets.shape) if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
-    if given != tuple(features.shape[:2]):
+    if not isinstance(targets, Tensor) or targets.shape != features.shape[:2]:
         raise DataError(
-            f"features have the shape {tuple(features.shape)} and targets are {given}; expected targets "
+            f"features have the shape {tuple(features.shape)} and targets are {describe_kind(targets)}; expected "
+            "targets "
             f"{tuple(features.shape[:2])}, or features (rows, columns)."
         )
     if 0 in features.shape:

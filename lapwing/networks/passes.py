@@ -24,6 +24,7 @@ from lapwing.networks.forward import REFUSED, raw_output, recording, with_output
 from lapwing.networks.pull import by_autograd, or_zero
 from lapwing.networks.selection import Selection
 from lapwing.runtime.memory import chunks, concat_chunks
+from lapwing.runtime.settings import describe
 from lapwing.runtime.threads import FORWARD_MODE, math_attention, quiet
 from lapwing.values.gaussian import ChosenOutputs
 
@@ -298,10 +299,9 @@ def _call(function: Functional, given: object, what: str) -> object:
 def scalar(value: object, argument: str = "weights") -> Tensor:
     """Return the value of a function as a single number, (); raise if it is more than one."""
     if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
         raise ModelError(
-            f"the function of the {argument} gives {shape}; expected a tensor of one number. Take one entry, a "
-            "sum or a mean."
+            f"the function of the {argument} gives {describe(value)}; expected a tensor of one number. Take one "
+            "entry, a sum or a mean."
         )
     return value.sum()
 

@@ -19,7 +19,7 @@ from lapwing.errors import ModelError
 from lapwing.networks.graph import Graph
 from lapwing.networks.jacobians import Block
 from lapwing.networks.rules import Node, Use, output_shape
-from lapwing.runtime.settings import Rule
+from lapwing.runtime.settings import Rule, of_class
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +240,7 @@ def named(pattern: str) -> Weights:
     >>> lw.fit(net, [(x, y)], "regression", weights=lw.named("^2")).network.selection.names
     ('2.weight', '2.bias')
     """
-    Rule("a regular expression for names of parameters", lambda v: isinstance(v, str)).check("pattern", pattern)
+    of_class("a regular expression for names of parameters", str).check("pattern", pattern)
     return Named(pattern)
 
 

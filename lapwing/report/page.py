@@ -39,7 +39,7 @@ from lapwing.plots import (
 from lapwing.predictives.base import NumberPredictive
 from lapwing.report.verdict import UncertainInputs, find_uncertain_inputs, percent, points, verdict_of
 from lapwing.runtime.files import refuse_no_folder, write_atomically
-from lapwing.runtime.settings import PATH, Rule, is_integer
+from lapwing.runtime.settings import PATH, TEXT, Rule, is_integer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -220,7 +220,6 @@ def template() -> Any:
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
-TEXT = Rule("a text, or None", lambda v: isinstance(v, str | None))
 SEED = Rule("an integer, or None", lambda v: v is None or is_integer(v))
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from dataclasses import Field as DataclassField
 from difflib import get_close_matches
+from types import UnionType
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -67,6 +68,18 @@ def describe(value: object) -> str:
     return f"{value!r:.80}"
 
 
+def describe_kind(value: object) -> str:
+    """Describe a value by its class and size, where its contents say nothing.
+
+    >>> describe_kind([0.5, 1.0]), describe_kind({"x": 0.5})
+    ('a list of 2', 'a dict')
+    """
+    if isinstance(value, Tensor):
+        return describe(value)
+    size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"a {type(value).__name__}{size}"
+
+
 @dataclass(frozen=True)
 class Rule:
     """What an argument must be, in words that follow "expected", and a test of it."""
@@ -93,21 +106,27 @@ class Rule:
         return Rule(expected, lambda v: other.admits(v) or self.admits(v), self.error, (*self.names, *other.names))
 
 
+def of_class(expected: str, cls: type | UnionType, error: type[LapwingError] = UnsupportedError) -> Rule:
+    """Return the rule for an object of a class."""
+    return Rule(expected, lambda v: isinstance(v, cls), error)
+
+
 NONE = Rule("None", lambda v: v is None)
 EMPTY = Rule("an empty tuple", lambda v: isinstance(v, tuple | list) and not v)
-FLAG = Rule("True or False", lambda v: isinstance(v, bool))
+FLAG = of_class("True or False", bool)
 POSITIVE = Rule("a positive, finite number", lambda v: is_real(v) and 0 < v < math.inf)
 BELOW_ONE = Rule("a number of at least 0 and below 1", lambda v: is_real(v) and 0 <= v < 1)
 POSITIVE_VALUES = Rule(
     "a list of positive, finite numbers", lambda v: _all_numbers(v, lambda t: t > 0) and _parts(v) == 1
 )
 PROBABILITY = Rule("a probability between 0 and 1", lambda v: is_real(v) and 0 < v < 1, DataError)
-GENERATOR = Rule("torch.Generator().manual_seed(...), or None", lambda v: isinstance(v, torch.Generator | None))
+GENERATOR = of_class("torch.Generator().manual_seed(...), or None", torch.Generator | None)
 PATH = Rule(
     "the path of a file, a str or a pathlib.Path without NUL characters",
     lambda v: isinstance(v, str | os.PathLike) and str(v) and "\0" not in str(v),
 )
-KEY = Rule('a key such as "labels", or None', lambda v: isinstance(v, str | None))
+KEY = of_class('a key such as "labels", or None', str | None)
+TEXT = of_class("a text, or None", str | None)
 FUNCTION = Rule("a function", lambda v: callable(v) and not isinstance(v, type | nn.Module))
 DATA = Rule(
     "a DataLoader, a list of (inputs, targets) batches, or a pair of tensors or arrays", lambda v: is_data(v), DataError
@@ -294,6 +313,12 @@ class Field:
     """One value in a state: its place, and what it may be."""
 
     place = "settings"  # or "tensors" or "parts"
+    is_later = False  # whether files of earlier versions lack it, and it is then not among the values read
+
+    @property
+    def may_be_absent(self) -> bool:
+        """Whether a file may lack it."""
+        return self.is_later
 
     def read(self, value: Any, known: Known) -> Any:
         """Return the value as its owner takes it; raise ``FileError`` if it is wrong."""
@@ -397,7 +422,7 @@ class Record(Field):
         self.build, self.fields = build, fields
 
     def read(self, value: object, known: Known) -> Any:
-        needed = {name for name, each in self.fields.items() if not isinstance(each, Later)}
+        needed = {name for name, each in self.fields.items() if not each.is_later}
         if not isinstance(value, Mapping) or not needed <= set(value) <= set(self.fields):
             raise refusal(value, f"exactly the keys {', '.join(self.fields)}")
         present = {name: each for name, each in self.fields.items() if name in value}
@@ -488,9 +513,15 @@ class Maybe(Field):
     def read(self, value: object, known: Known) -> Any:
         return self.none if value is None else self.field.read(value, known)
 
+    @property
+    def may_be_absent(self) -> bool:
+        return self.place != "settings"
+
 
 class Later(Field):
     """A value that files of earlier versions do not have, and that then is not among the values read."""
+
+    is_later = True
 
     def __init__(self, field: Field) -> None:
         self.field, self.place = field, field.place
@@ -604,8 +635,7 @@ class State:
         }  # fmt: skip
         for place, source in sources.items():
             expected = [name for name, each in fields.items() if each.place == place]
-            absent = Later if place == "settings" else Later | Maybe
-            optional = [name for name in expected if isinstance(fields[name], absent)]
+            optional = [name for name in expected if fields[name].may_be_absent]
             missing, unknown = set(expected) - set(source) - set(optional), set(source) - set(expected)
             if missing or unknown:
                 raise FileError(
@@ -613,7 +643,7 @@ class State:
                 )
         for name, each in fields.items():
             source = sources[each.place]
-            if not isinstance(each, Later) or name in source:
+            if name in source or not each.is_later:
                 values[name] = _read_named(f"{name} of {self.name}", each, source.get(name), known)
         return values
 
@@ -651,7 +681,7 @@ def state_of(value: Any, **more: Any) -> State:
         entry = getattr(value, name)
         if each.place == "settings":
             entry = plain(entry)
-            places[each.place] |= {} if isinstance(each, Later) and entry == declared.default else {name: entry}
+            places[each.place] |= {} if each.is_later and entry == declared.default else {name: entry}
         elif entry is not None:
             places[each.place][name] = entry.state() if each.place == "parts" else entry.detach()
     places["settings"] |= more
@@ -702,7 +732,7 @@ def plain(value: Any) -> object:
     >>> plain(torch.tensor([1.0, 2.0])), plain(math.inf)
     ([1.0, 2.0], None)
     """
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(type(value)):
         return asdict(value)
     if value is None or isinstance(value, str | bool):
         return value
@@ -755,20 +785,19 @@ class PartOf(Field):
 
     place = "parts"
 
-    def __init__(self, kind: type | tuple[type, ...], *given: Any) -> None:
-        self.kinds, self.given = kind if isinstance(kind, tuple) else (kind,), given
+    def __init__(self, kind: type, *given: Any) -> None:
+        self.kind, self.given = kind, given
 
     def read(self, value: State, known: Known) -> Any:
-        cls = class_named(value.name)
-        words = " or ".join(kind.__name__ for kind in self.kinds)
-        if not any(_has_members(cls, kind) for kind in self.kinds):
-            raise refusal(value.name, f"the name of a {words}")
+        cls, refused = class_named(value.name), refusal(value.name, f"the name of a {self.kind.__name__}")
+        if not issubclass(cls, self.kind):
+            raise refused
         value = replace(value, known=known.within_parts)
         given = self.given if self.given or known.owner is None else (known.owner,)
         try:
             inspect.signature(cls.from_state).bind(value, *given)
-        except TypeError as error:
-            raise refusal(value.name, f"the name of a {words}") from error
+        except (AttributeError, TypeError) as error:  # without a file form, or for another owner
+            raise refused from error
         return cls.from_state(value, *given)
 
 
@@ -780,12 +809,6 @@ class Unread(Field):
 
     def read(self, value: State, known: Known) -> State:
         return value
-
-
-def _has_members(cls: Any, kind: Any) -> bool:
-    """Return whether the class inherits from the kind, or has all its public methods."""
-    members = {name for name in dir(kind) if callable(getattr(kind, name)) and not name.startswith("_")}
-    return hasattr(cls, "from_state") and (kind in cls.__mro__ or all(hasattr(cls, name) for name in members))
 
 
 def on_device(value: T, device: torch.device, keep: nn.Module | None = None) -> T:
@@ -822,7 +845,7 @@ def _rebuild(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]])
         return functools.partial(
             move(value.func), *map(move, value.args), **{key: move(v) for key, v in value.keywords.items()}
         )
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(type(value)):
         result = object.__new__(type(value))
         result.__dict__.update({name: move(part) for name, part in vars(value).items()})
         return result

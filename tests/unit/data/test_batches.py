@@ -66,7 +66,7 @@ def test_mappings_with_a_named_target() -> None:
         ([], {}, "data is empty: no batch was yielded; expected at least one"),
         ([{"x": X, "z": Y}], {}, r"keys \['x', 'z'\] has no target; pass target_key"),
         ([{"x": X, "y": Y}], {"target_key": "answer"}, r"keys \['x', 'y'\] has no target"),
-        ([X], {}, r"a batch is a Tensor; expected \(inputs, targets\)"),
+        ([X], {}, r"a batch is a tensor of shape .*; expected \(inputs, targets\)"),
         ([(X, X, Y)], {}, r"a batch is a tuple of 3; expected \(inputs, targets\).*\(\(x1, x2\), y\)"),
         ([({"answer": X}, Y)], {"target_key": "answer"}, "'answer' names an input"),
         ([(X, Y), (X * float("inf"), Y)], {}, "inputs of batch 1: 15 of 15 entries are NaN or infinite"),
@@ -374,7 +374,7 @@ def test_weights_as_arrays() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([SOURCES_X, SOURCES_Y], r"a batch is a Tensor.*two tensors or arrays is a tuple: \(inputs, targets\)"),
+        ([SOURCES_X, SOURCES_Y], r"a batch is a tensor.*two tensors or arrays is a tuple: \(inputs, targets\)"),
         ([SOURCES_X.numpy(), SOURCES_Y.numpy()], r"a batch is a ndarray.*two tensors or arrays is a tuple"),
         (
             (SOURCES_X, SOURCES_Y.tolist()),
