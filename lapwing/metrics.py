@@ -35,16 +35,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.runtime.settings import (
-    FLAG,
-    FUNCTION,
-    GENERATOR,
-    PROBABILITY,
-    Rule,
-    describe,
-    integer,
-    is_real,
-)
+from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PROBABILITY, Rule, describe, integer, is_real
 from lapwing.runtime.threads import independent_generator, uniform
 from lapwing.values.arrays import (
     Values,

@@ -20,17 +20,7 @@ from lapwing.errors import DataError, ModelError, NumericalError
 from lapwing.methods.base import Method
 from lapwing.networks.selection import Weights
 from lapwing.priors import Prior
-from lapwing.runtime.settings import (
-    FLAG,
-    NONE,
-    POSITIVE,
-    PROBABILITY,
-    Rule,
-    integer,
-    is_integer,
-    is_real,
-    one_of,
-)
+from lapwing.runtime.settings import FLAG, NONE, POSITIVE, PROBABILITY, Rule, integer, is_integer, is_real, one_of
 from lapwing.runtime.threads import EarlyStopping
 
 try:

@@ -18,27 +18,10 @@ from lapwing.posteriors.base import Posterior, Trace, nll_text
 from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior
 from lapwing.predictives.base import log_density
 from lapwing.problem import check_targets
-from lapwing.runtime.settings import (
-    DATA,
-    EMPTY,
-    NONE,
-    POSITIVE,
-    POSITIVE_VALUES,
-    Rule,
-    integer,
-    required,
-    setting,
-)
+from lapwing.runtime.settings import DATA, EMPTY, NONE, POSITIVE, POSITIVE_VALUES, Rule, integer, required, setting
 from lapwing.tuners.base import TunerWithSettings
 from lapwing.tuners.grid import FEW_POINTS, CellGrid, counted_scores, mean_score
-from lapwing.tuners.offsets import (
-    CERTAIN,
-    WIDTHS,
-    HeldOutputs,
-    Offset,
-    learn_offset,
-    refitted_noise_scores,
-)
+from lapwing.tuners.offsets import CERTAIN, WIDTHS, HeldOutputs, Offset, learn_offset, refitted_noise_scores
 
 PLAIN = 0.3  # prior probability of the network without error bars
 PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
