@@ -36,7 +36,7 @@ from lapwing.data.batches import Data
 from lapwing.errors import LapwingError
 from lapwing.methods.base import Method, OverNetworks, Workload
 from lapwing.registry import METHODS
-from lapwing.runtime.settings import State
+from lapwing.runtime.states import State
 
 FIGURES = ("fit epochs", "fit seconds", "passes", "peak MB", "stored MB")
 

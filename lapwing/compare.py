@@ -28,7 +28,8 @@ from lapwing.metrics import ScoreInterval
 from lapwing.networks.forward import outside_autocast
 from lapwing.posteriors.base import EffectiveParameters, Posterior
 from lapwing.posteriors.mixture import MixturePosterior
-from lapwing.runtime.settings import Rule, State, of_class, refuse_other_arguments
+from lapwing.runtime.settings import Rule, of_class, refuse_other_arguments
+from lapwing.runtime.states import State
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,7 +24,7 @@ from lapwing.posteriors.base import Posterior
 from lapwing.priors import Prior
 from lapwing.problem import Problem
 from lapwing.runtime.files import read, write
-from lapwing.runtime.settings import UNLIMITED, Known, Later, ListOf, MapOf, PartOf, Record, State, Text, Unread, Whole
+from lapwing.runtime.states import UNLIMITED, Known, Later, ListOf, MapOf, PartOf, Record, State, Text, Unread, Whole
 
 FORMAT = "lapwing-posterior-4"
 PARTS = ("network", "likelihood", "prior", "posterior")

@@ -32,7 +32,8 @@ from lapwing.networks.forward import extract_network, raw_output, with_output_di
 from lapwing.posteriors.base import Posterior
 from lapwing.runtime import files
 from lapwing.runtime.memory import chunks
-from lapwing.runtime.settings import State, describe, is_integer
+from lapwing.runtime.settings import describe, is_integer
+from lapwing.runtime.states import State
 from lapwing.runtime.threads import ProgressBar
 
 TrainFunction = Callable[[Tensor, int], Any]  # from row numbers and a seed to a trained network

@@ -21,22 +21,8 @@ from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.networks.tangent import LayerJacobians
-from lapwing.runtime.settings import (
-    POSITIVE,
-    SMALLEST,
-    Array,
-    Either,
-    HasSettings,
-    ListOf,
-    Maybe,
-    Real,
-    Rule,
-    State,
-    Text,
-    is_real,
-    saved,
-    setting,
-)
+from lapwing.runtime.settings import POSITIVE, HasSettings, Rule, is_real, setting
+from lapwing.runtime.states import SMALLEST, Array, Either, ListOf, Maybe, Real, State, Text, saved
 
 __all__ = [
     "FilterGP", "diagonal", "filter_gp", "g_prior", "grouped", "isotropic", "per_layer", "per_normalised_group",

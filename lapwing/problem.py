@@ -15,7 +15,7 @@ from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood, as_count, expand_weights, weighted_count, weighted_loss
 from lapwing.networks.network import Network
 from lapwing.priors import BoundPrior
-from lapwing.runtime.settings import ABOVE_ZERO, Either, ListOf, Real, Record, Whole
+from lapwing.runtime.states import ABOVE_ZERO, Either, ListOf, Real, Record, Whole
 
 
 @dataclass(frozen=True)

@@ -26,24 +26,15 @@ from lapwing.runtime.settings import (
     FUNCTION,
     NONE,
     POSITIVE,
-    SMALLEST,
-    Array,
-    Either,
-    Field,
     HasSettings,
-    Known,
-    Maybe,
-    Real,
     Rule,
-    State,
-    Unread,
-    Whole,
     integer,
     on_device,
     one_of,
     required,
     setting,
 )
+from lapwing.runtime.states import SMALLEST, Array, Either, Field, Known, Maybe, Real, State, Unread, Whole
 from lapwing.tuners.base import Ascend, FixedPoint, Tuner
 
 __all__ = ["Recipe", "classic", "fixed", "online"]

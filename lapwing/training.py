@@ -24,7 +24,7 @@ from lapwing.posteriors.base import Posterior
 from lapwing.problem import Problem, data_count
 from lapwing.recipes import OPTIMISERS, Recipe, pack_optimiser, unpack_optimiser
 from lapwing.runtime.files import read, write
-from lapwing.runtime.settings import (
+from lapwing.runtime.states import (
     ABOVE_ZERO,
     LARGEST,
     SMALLEST,

@@ -36,7 +36,8 @@ from lapwing.networks.tangent import LayerJacobians, Tangent
 from lapwing.priors import BoundPrior
 from lapwing.problem import Problem, Statistics, check_targets
 from lapwing.runtime.memory import PIECE, chunks
-from lapwing.runtime.settings import SMALLEST, Array, PartOf, State, one_of, saved
+from lapwing.runtime.settings import one_of
+from lapwing.runtime.states import SMALLEST, Array, PartOf, State, saved
 from lapwing.runtime.threads import numbered_generator
 
 S = TypeVar("S", bound="Curvature")

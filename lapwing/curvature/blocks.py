@@ -42,7 +42,7 @@ from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.linear_jacobian import HeadGGN
 from lapwing.networks.network import Network
 from lapwing.priors import BlockPrior
-from lapwing.runtime.settings import Array, State, Stored, saved, semidefinite
+from lapwing.runtime.states import Array, State, Stored, saved, semidefinite
 from lapwing.runtime.threads import ProgressBar, is_showing
 
 FACTOR_LIMIT = 8192  # half a gigabyte in float64, and minutes on a processor

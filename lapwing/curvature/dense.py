@@ -38,7 +38,8 @@ from lapwing.networks.tangent import LayerJacobians
 from lapwing.priors import BoundPrior
 from lapwing.problem import Statistics, sample_count
 from lapwing.runtime.memory import batch_size_for, chunks, concat_chunks
-from lapwing.runtime.settings import ROUNDING, Array, Flag, Latest, State, saved, semidefinite, symmetric
+from lapwing.runtime.settings import Latest
+from lapwing.runtime.states import ROUNDING, Array, Flag, State, saved, semidefinite, symmetric
 from lapwing.runtime.threads import math_attention
 
 COPIES = 5  # float64 numbers that a row of the Jacobian takes for each weight, while it is joined and whitened

@@ -37,18 +37,8 @@ from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.networks.tangent import LayerJacobians
 from lapwing.priors import BlockPrior, BoundPrior
-from lapwing.runtime.settings import (
-    Array,
-    Either,
-    Field,
-    Latest,
-    Maybe,
-    PartOf,
-    State,
-    orthonormal,
-    saved,
-    semidefinite,
-)
+from lapwing.runtime.settings import Latest
+from lapwing.runtime.states import Array, Either, Field, Maybe, PartOf, State, orthonormal, saved, semidefinite
 
 
 @dataclass(frozen=True, eq=False)

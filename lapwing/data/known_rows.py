@@ -23,7 +23,7 @@ from torch import Tensor
 from lapwing.data.inputs import n_rows, named_leaves
 from lapwing.data.processes import Processes
 from lapwing.errors import DataError
-from lapwing.runtime.settings import Array, Maybe, PartOf, Stored, Whole, distinct, saved, stored
+from lapwing.runtime.states import Array, Maybe, PartOf, Stored, Whole, distinct, saved, stored
 
 TRAINING, VALIDATION = 2**16, 2**15  # rows of a sketch, of 8 bytes each
 INPUT_BITS, TARGET_BITS = 40, 22

@@ -14,18 +14,8 @@ from torch import Tensor
 from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.predictives.base import Predictive
 from lapwing.predictives.views import as_images
-from lapwing.runtime.settings import (
-    Either,
-    Flag,
-    HasSettings,
-    Later,
-    ListOf,
-    Real,
-    State,
-    Stored,
-    state_of,
-    values_from,
-)
+from lapwing.runtime.settings import HasSettings
+from lapwing.runtime.states import Either, Flag, Later, ListOf, Real, State, Stored, state_of, values_from
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 
 LOSS_WEIGHTS = ("class_weights", "pos_weight")  # settings that weight the loss

@@ -29,27 +29,17 @@ from lapwing.runtime.settings import (
     FINITE,
     FLAG,
     INTEGER,
-    MEMBERS,
     NONE,
     NOT_NEGATIVE,
     NUMBER,
-    SMALLEST,
-    Admitted,
-    Array,
-    Either,
-    Later,
-    ListOf,
-    Maybe,
-    Real,
     Rule,
-    Whole,
     integer,
     is_integer,
     is_real,
     one_of,
-    saved,
     setting,
 )
+from lapwing.runtime.states import MEMBERS, SMALLEST, Admitted, Array, Either, Later, ListOf, Maybe, Real, Whole, saved
 from lapwing.runtime.threads import classes, uniform
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 

@@ -11,24 +11,8 @@ from torch import Tensor
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood, OutputHessian, leave_out, match_targets, refuse_other_loss
 from lapwing.predictives.numbers import CountPredictive, NormalPredictive, StudentPredictive
-from lapwing.runtime.settings import (
-    ABOVE_ZERO,
-    FLAG,
-    NONE,
-    NUMBER,
-    NUMBERS,
-    SMALLEST,
-    Array,
-    Either,
-    ListOf,
-    Maybe,
-    Real,
-    Rule,
-    is_real,
-    of_class,
-    saved,
-    setting,
-)
+from lapwing.runtime.settings import FLAG, NONE, NUMBER, NUMBERS, Rule, is_real, of_class, setting
+from lapwing.runtime.states import ABOVE_ZERO, SMALLEST, Array, Either, ListOf, Maybe, Real, saved
 from lapwing.runtime.threads import poisson, sequential_normal
 from lapwing.values.gaussian import FunctionGaussian
 

@@ -25,22 +25,8 @@ from lapwing.networks.selection import last_layer
 from lapwing.posteriors.base import ALL, TRACE, Posterior, Step, Trace
 from lapwing.problem import STATISTICS, FeatureTable, Problem, Statistics
 from lapwing.runtime.memory import chunks, concat_chunks
-from lapwing.runtime.settings import (
-    NONE,
-    POSITIVE,
-    ROUNDING,
-    Array,
-    Either,
-    Maybe,
-    PartOf,
-    State,
-    Text,
-    integer,
-    one_of,
-    plain,
-    saved,
-    setting,
-)
+from lapwing.runtime.settings import NONE, POSITIVE, integer, one_of, setting
+from lapwing.runtime.states import ROUNDING, Array, Either, Maybe, PartOf, State, Text, plain, saved
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, normal, uniform
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, Query
 

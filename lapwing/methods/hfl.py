@@ -43,27 +43,8 @@ from lapwing.posteriors.base import ALL, Posterior, Trace
 from lapwing.posteriors.weight_space import Linearised, jacobian_pieces, outputs_in_pieces
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
 from lapwing.runtime.memory import PIECE, chunks, concat_chunks
-from lapwing.runtime.settings import (
-    DATA,
-    NONE,
-    POSITIVE,
-    SMALLEST,
-    WEIGHTS,
-    Array,
-    ListOf,
-    Real,
-    Rule,
-    State,
-    Stored,
-    Text,
-    integer,
-    is_data,
-    is_real,
-    one_of,
-    saved,
-    setting,
-    stored,
-)
+from lapwing.runtime.settings import DATA, NONE, POSITIVE, Rule, integer, is_data, is_real, one_of, setting
+from lapwing.runtime.states import SMALLEST, WEIGHTS, Array, ListOf, Real, State, Stored, Text, saved, stored
 from lapwing.runtime.threads import generator_or_default, normal, sequential_normal
 from lapwing.tangent import NetworkDesign, refuse_reordered
 from lapwing.values.gaussian import ChosenOutputs, FunctionGaussian, Query

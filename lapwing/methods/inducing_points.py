@@ -42,20 +42,8 @@ from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import BoundPrior, Isotropic, prior_kernel
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.memory import batch_size_for, budget, concat_chunks
-from lapwing.runtime.settings import (
-    FLAG,
-    Array,
-    Maybe,
-    PartOf,
-    Samples,
-    State,
-    Stored,
-    integer,
-    saved,
-    semidefinite,
-    setting,
-    stored,
-)
+from lapwing.runtime.settings import FLAG, integer, setting
+from lapwing.runtime.states import Array, Maybe, PartOf, Samples, State, Stored, saved, semidefinite, stored
 from lapwing.runtime.threads import independent_generator, uniform
 
 TOO_WIDE = 1.1  # ratio of standard deviations from which missing points are a finding

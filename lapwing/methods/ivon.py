@@ -19,7 +19,8 @@ from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Worklo
 from lapwing.posteriors.sampled import Drawn, mean_of
 from lapwing.priors import Isotropic
 from lapwing.problem import Problem, Statistics, summed_loss
-from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, SMALLEST, WEIGHTS, integer, saved, setting, stored
+from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, integer, setting
+from lapwing.runtime.states import SMALLEST, WEIGHTS, saved, stored
 from lapwing.runtime.threads import ProgressBar, Stream, derived_generator, normal
 
 DECAY = 1e-4  # weight decay without a prior, the default of the package

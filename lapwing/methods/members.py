@@ -38,7 +38,8 @@ from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import NetworksPosterior
 from lapwing.posteriors.sampled import Members, MembersPosterior, PointPosterior, mean_of, outputs_of
 from lapwing.problem import Problem, summed_loss
-from lapwing.runtime.settings import FUNCTION, MEMBERS, NONE, POSITIVE_VALUES, State, Whole, integer, saved, setting
+from lapwing.runtime.settings import FUNCTION, NONE, POSITIVE_VALUES, integer, setting
+from lapwing.runtime.states import MEMBERS, State, Whole, saved
 from lapwing.runtime.threads import global_seed
 
 

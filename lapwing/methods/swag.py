@@ -17,21 +17,8 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload
 from lapwing.posteriors.sampled import Drawn, mean_of
 from lapwing.problem import Problem, Statistics, summed_loss
-from lapwing.runtime.settings import (
-    ABOVE_ZERO,
-    BELOW_ONE,
-    NONE,
-    POSITIVE,
-    WEIGHTS,
-    Array,
-    Rule,
-    State,
-    integer,
-    is_real,
-    saved,
-    setting,
-    stored,
-)
+from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, Rule, integer, is_real, setting
+from lapwing.runtime.states import ABOVE_ZERO, WEIGHTS, Array, State, saved, stored
 from lapwing.runtime.threads import ProgressBar, derived_generator, normal
 
 FIRST, HALVINGS = 0.1, 20  # learning rates to try: FIRST, halved up to HALVINGS times

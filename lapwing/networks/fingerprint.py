@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lapwing.data.inputs import Inputs
 from lapwing.data.processes import Processes
 from lapwing.errors import FileError, ModelError
-from lapwing.runtime.settings import LARGEST, Field, Known, State, Text, refusal, saved
+from lapwing.runtime.states import LARGEST, Field, Known, State, Text, refusal, saved
 
 PLAIN_OUTSIDE = (float, str, bool, FunctionType, BuiltinFunctionType)
 PLAIN = (*PLAIN_OUTSIDE, int, tuple)

@@ -52,7 +52,7 @@ from lapwing.networks.rules import Pattern
 from lapwing.networks.selection import Selection, Weights, all_weights
 from lapwing.networks.tangent import Tangent, compare
 from lapwing.runtime.memory import concat_chunks
-from lapwing.runtime.settings import (
+from lapwing.runtime.states import (
     MOST,
     Array,
     Either,

@@ -26,20 +26,8 @@ from lapwing.networks.passes import Functional, outputs_along
 from lapwing.networks.tangent import LayerJacobians
 from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
 from lapwing.problem import Problem, Statistics
-from lapwing.runtime.settings import (
-    NONE,
-    UNLIMITED,
-    Later,
-    Latest,
-    ListOf,
-    MapOf,
-    Maybe,
-    Real,
-    Record,
-    State,
-    Text,
-    integer,
-)
+from lapwing.runtime.settings import NONE, Latest, integer
+from lapwing.runtime.states import UNLIMITED, Later, ListOf, MapOf, Maybe, Real, Record, State, Text
 from lapwing.runtime.threads import derived_generator, normal
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, Query, differentiable_beliefs
 

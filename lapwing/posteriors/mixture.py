@@ -30,7 +30,7 @@ from lapwing.posteriors.base import (
 )
 from lapwing.posteriors.weight_space import beliefs_at, with_update_remark
 from lapwing.problem import Problem, Statistics
-from lapwing.runtime.settings import (
+from lapwing.runtime.states import (
     ROUNDING,
     SMALLEST,
     Array,

@@ -23,7 +23,8 @@ from lapwing.posteriors.base import ALL, TRACE, Posterior, Trace
 from lapwing.posteriors.weight_space import Linearised, Mode
 from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
-from lapwing.runtime.settings import (
+from lapwing.runtime.settings import integer
+from lapwing.runtime.states import (
     MEMBERS,
     SMALLEST,
     WEIGHTS,
@@ -34,7 +35,6 @@ from lapwing.runtime.settings import (
     State,
     Stored,
     Whole,
-    integer,
     plain,
     saved,
     stored,

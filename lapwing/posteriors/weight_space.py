@@ -23,21 +23,8 @@ from lapwing.posteriors.base import ALL, TRACE, Posterior, Trace, numbered_norma
 from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
 from lapwing.runtime.memory import PIECE, budget, concat_chunks, even_chunks
-from lapwing.runtime.settings import (
-    Array,
-    HasSettings,
-    Maybe,
-    PartOf,
-    Real,
-    State,
-    Text,
-    integer,
-    plain,
-    refuse_undeclared,
-    saved,
-    state_of,
-    stored_fields,
-)
+from lapwing.runtime.settings import HasSettings, integer, refuse_undeclared
+from lapwing.runtime.states import Array, Maybe, PartOf, Real, State, Text, plain, saved, state_of, stored_fields
 from lapwing.runtime.threads import normal_rows
 from lapwing.values.gaussian import ChosenOutputs, Deferred, FunctionGaussian, Query
 

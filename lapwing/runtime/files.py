@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the container of a saved value.
+"""Files that are written whole or not at all, and the file of a saved value.
 
 A ``State`` in a file: the safetensors format, with JSON of limited size and a checksum of every byte.
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import FileError, UnsupportedError
-from lapwing.runtime.settings import State
+from lapwing.runtime.states import State
 
 # Why a file could not be written, in words; every other error keeps the words of the system.
 REASONS = {

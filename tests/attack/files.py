@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.runtime.settings import State
+from lapwing.runtime.states import State
 from tests import stored
 from tests.attack.mutations import damaged
 

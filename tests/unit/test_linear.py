@@ -577,8 +577,8 @@ def test_shapes_that_are_refused() -> None:
     stacked, shared = case("stacked", "none", "none"), case("shared", "none", "none")
     x, y = stacked.features, stacked.targets
     refused: tuple[tuple[Any, Any, str], ...] = (
-        (x, y[:, 0], r"features have the shape \(17, 3, 7\) and targets are \(17,\); expected targets \(17, 3\)"),
-        (x, y.mT, r"features have the shape \(17, 3, 7\) and targets are \(3, 17\)"),
+        (x, y[:, 0], r"features have the shape \(17, 3, 7\) and targets are a tensor of shape \(17,\) .*; expected targets \(17, 3\)"),
+        (x, y.mT, r"features have the shape \(17, 3, 7\) and targets are a tensor of shape \(3, 17\)"),
         (x, y.numpy(), r"targets are a ndarray; expected targets \(17, 3\)"),
         (x.flatten(0, 1), y, r"51 rows of features and targets \(17, 3\); .* a tensor has the shape \(17, 3, P\)"),
         (operator(x.flatten(0, 1)), y[:, :2], r"an OperatorDesign 34 rows"),
@@ -659,7 +659,7 @@ def bad(x: Tensor, value: float) -> Tensor:
         (bad(X, math.nan), "features: 1 of 2700 entries are NaN or infinite"),
         (bad(X, math.inf), "features: 1 of 2700 entries are NaN or infinite"),
         (X.numpy(), "features are a ndarray; expected a tensor or an OperatorDesign"),
-        (X.tolist(), "features are a list; expected a tensor or an OperatorDesign"),
+        (X.tolist(), "features are a list of 90; expected a tensor or an OperatorDesign"),
         (operator(X.half()), "take torch.float16; expected float32 or float64"),
         (operator(X + 1j), "take torch.complex128; expected float32 or float64"),
     ],
@@ -759,7 +759,7 @@ OPERATORS: dict[str, tuple[Any, Any, str]] = {
     ),
     "columns": (lambda v: X @ v.T, lambda u: u @ X, r"forward .* made \(90, 2\) of rows \(2, 30\); expected \(2, 90\)"),
     "one alone": (lambda v: v @ X.T, lambda u: u[0] @ X, r"back .* made \(30,\) of rows \(2, 90\); expected \(2, 30\)"),
-    "complex": (lambda v: 1j * v @ X.to(1j * X).T, lambda u: u @ X, "gave torch.complex128; expected a tensor of real"),
+    "complex": (lambda v: 1j * v @ X.to(1j * X).T, lambda u: u @ X, "gave a tensor of .* torch.complex128; expected a tensor of real"),
     "arrays": (lambda v: (v @ X.T).numpy(), lambda u: u @ X, "gave a ndarray; expected a tensor of real numbers"),
     "not finite": (lambda v: v @ X.T / 0, lambda u: u @ X, "forward of an OperatorDesign gave NaN or infinity"),
 }

@@ -33,7 +33,7 @@ from lapwing.priors import (
     single_starting_precision,
     starting_precisions,
 )
-from lapwing.runtime.settings import State, class_named
+from lapwing.runtime.states import State, class_named
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.references import dense, inducing, kfac, structures

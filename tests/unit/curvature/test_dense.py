@@ -22,7 +22,7 @@ from lapwing.data.processes import ALONE
 from lapwing.linalg.dense import STRIP
 from lapwing.networks.network import Network
 from lapwing.priors import isotropic
-from lapwing.runtime.settings import State, class_named
+from lapwing.runtime.states import State, class_named
 from tests import problems
 from tests.cases import BY_NAME
 from tests.tolerances import assert_close

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapwing.data import known_rows
 from lapwing.data.known_rows import TRAINING, KnownRows, RowSketch, Sketching
-from lapwing.runtime.settings import Known, PartOf
+from lapwing.runtime.states import Known, PartOf
 
 
 def sketch(

@@ -97,8 +97,8 @@ def test_a_key_of_the_inputs_is_not_the_target() -> None:
     [
         ((X, X, X), ONE, "batch 0 is a tuple of 3; expected inputs, or .inputs, targets.*lw.samples.unpacked"),
         ((X, Y), frozenset({"inputs['a']", "inputs['b']"}), r"with the tensors inputs\['a'\], inputs\['b'\]"),
-        ("text", ONE, "batch 0 is a 'text'; expected inputs"),
-        (3.0, ONE, "batch 0 is a 3.0; expected inputs"),
+        ("text", ONE, "batch 0 is a str; expected inputs"),
+        (3.0, ONE, "batch 0 is a float; expected inputs"),
     ],
 )
 def test_other_items_are_refused_with_the_remedy(item: Any, places: frozenset[str], message: str) -> None:

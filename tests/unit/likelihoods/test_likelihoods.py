@@ -18,7 +18,7 @@ from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import OutputHessian, weighted_count
 from lapwing.posteriors.base import Posterior
 from lapwing.registry import METHODS
-from lapwing.runtime.settings import State
+from lapwing.runtime.states import State
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 from tests.tolerances import SOLVED, assert_close, assert_within, tolerance
 

@@ -17,7 +17,7 @@ from lapwing.data.batches import Data
 from lapwing.methods.base import Cost, Workload, workload_of
 from lapwing.problem import Problem
 from lapwing.registry import METHODS
-from lapwing.runtime.settings import State
+from lapwing.runtime.states import State
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten

@@ -559,7 +559,7 @@ def test_two_methods_of_one_name_are_refused():
 
 def test_a_damaged_method_is_refused(net):
     from lapwing.posteriors.weight_space import SummedBy
-    from lapwing.runtime.settings import State
+    from lapwing.runtime.states import State
 
     state = SummedBy.state(lw.Kron(sharing="reduce"))
     assert SummedBy.from_state(state) == lw.Kron(sharing="reduce")

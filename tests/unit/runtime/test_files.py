@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.runtime.files import DTYPES, parse_json, read, write, write_atomically
-from lapwing.runtime.settings import State
+from lapwing.runtime.states import State
 from lapwing.runtime.threads import without_checkpoints
 from tests.attack.damage import Contents
 from tests.tolerances import assert_close

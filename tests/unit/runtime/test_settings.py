@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.runtime.settings import (
-    FLAG,
-    POSITIVE,
+from lapwing.runtime.settings import FLAG, POSITIVE, integer, setting
+from lapwing.runtime.states import (
     Array,
     Known,
     Later,
@@ -28,9 +27,7 @@ from lapwing.runtime.settings import (
     Stored,
     Text,
     class_named,
-    integer,
     saved,
-    setting,
     stored,
 )
 
