@@ -27,13 +27,12 @@ from lapwing.errors import LapwingError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.labels import Bernoulli, Categorical
 from lapwing.likelihoods.numbers import Gaussian, HeteroscedasticGaussian, Poisson
-from lapwing.methods.blockwise import Diagonal, EKron, Kron
 from lapwing.methods.fmgp import FMGP
-from lapwing.methods.full import Full, KernelSpace, LowRank
 from lapwing.methods.hfl import HFL
 from lapwing.methods.inducing_points import ELLA
 from lapwing.methods.sampled import Sampled
 from lapwing.methods.valla import VaLLA
+from lapwing.methods.weight_space import Diagonal, EKron, Full, KernelSpace, Kron, LowRank
 from lapwing.networks.selection import all_weights, last_layer, named, subnetwork
 from lapwing.priors import grouped, isotropic, per_layer
 from lapwing.registry import Auto

@@ -21,8 +21,7 @@ from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.methods.base import Method, OverNetworks, refuse_processes, workload_of
-from lapwing.methods.blockwise import Diagonal, Kron
-from lapwing.methods.full import Full, KernelSpace
+from lapwing.methods.weight_space import Diagonal, Full, KernelSpace, Kron
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
 from lapwing.networks.forward import (
     arithmetic_of,

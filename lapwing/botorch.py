@@ -18,7 +18,7 @@ from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.numbers import Gaussian
 from lapwing.linalg.dense import eigh
-from lapwing.methods.full import KernelSpace
+from lapwing.methods.weight_space import KernelSpace
 from lapwing.networks.passes import outputs_along
 from lapwing.networks.selection import last_layer
 from lapwing.posteriors.base import Posterior

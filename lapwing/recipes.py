@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.base import METHOD, Method
-from lapwing.methods.blockwise import Kron
-from lapwing.methods.full import Full
 from lapwing.methods.members import MapOnly
+from lapwing.methods.weight_space import Full, Kron
 from lapwing.priors import BoundPrior, Isotropic, PerLayer, Prior
 from lapwing.runtime.settings import (
     FLAG,

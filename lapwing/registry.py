@@ -14,9 +14,7 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.labels import Bernoulli, Categorical
 from lapwing.likelihoods.numbers import Gaussian, HeteroscedasticGaussian, Poisson
 from lapwing.methods.base import Method, Requirements, Workload
-from lapwing.methods.blockwise import Diagonal, EKron, Kron
 from lapwing.methods.fmgp import FMGP
-from lapwing.methods.full import Full, KernelSpace, LowRank
 from lapwing.methods.hfl import HFL
 from lapwing.methods.inducing_points import ELLA
 from lapwing.methods.ivon import IVON
@@ -25,6 +23,7 @@ from lapwing.methods.sampled import Sampled
 from lapwing.methods.swag import SWAG
 from lapwing.methods.valla import VaLLA
 from lapwing.methods.variational_last_layer import VariationalLastLayer
+from lapwing.methods.weight_space import Diagonal, EKron, Full, KernelSpace, Kron, LowRank
 from lapwing.networks.selection import AllWeights, LastLayer, Weights
 from lapwing.priors import Isotropic, Prior
 from lapwing.runtime.settings import FLAG, HasSettings, Rule, integer, is_real, refuse_other_settings, setting

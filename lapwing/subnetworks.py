@@ -22,8 +22,8 @@ from lapwing.data.inputs import check_finite
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg.dense import choose_most_explaining
-from lapwing.methods.blockwise import Diagonal
 from lapwing.methods.swag import SWAG
+from lapwing.methods.weight_space import Diagonal
 from lapwing.networks.forward import arithmetic_of, device_of, outside_autocast, unwrap
 from lapwing.networks.network import Network
 from lapwing.networks.selection import NeedsNoGraph, Selection, Subnetwork, Weights, all_weights, make_selection

@@ -18,10 +18,9 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.labels import Categorical
 from lapwing.likelihoods.numbers import Gaussian
 from lapwing.methods.base import Method
-from lapwing.methods.blockwise import Diagonal, Kron
-from lapwing.methods.full import Full, KernelSpace, LowRank
 from lapwing.methods.inducing_points import ELLA
 from lapwing.methods.valla import VaLLA
+from lapwing.methods.weight_space import Diagonal, Full, KernelSpace, Kron, LowRank
 from lapwing.networks.forward import arithmetic_of
 from lapwing.networks.selection import Selection, Weights, all_weights, last_layer, named, subnetwork
 from lapwing.priors import DiagonalPrior, Isotropic, Prior

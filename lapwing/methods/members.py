@@ -16,7 +16,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.methods.base import METHOD, MODELS, Conformance, Cost, Method, OverNetworks, Work, Workload
-from lapwing.methods.blockwise import Kron
+from lapwing.methods.weight_space import Kron
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import (
     Path,

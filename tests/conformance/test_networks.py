@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import lapwing as lw
 from lapwing.data.batches import Data
-from lapwing.methods import full
+from lapwing.methods import weight_space
 from lapwing.posteriors.base import Posterior
 from tests import problems
 from tests.cases import BY_NAME, CASES, Case, Wrapped, cast
@@ -674,7 +674,7 @@ def test_the_limit_follows_the_byte_budget(monkeypatch: pytest.MonkeyPatch) -> N
     run = lambda: lw.fit(model, [(x, y)], "classification", method=lw.Full(), prior=1.0)
     with lw.memory.limited(4_000):
         run()
-    monkeypatch.setattr(full, "ALWAYS", 10)
+    monkeypatch.setattr(weight_space, "ALWAYS", 10)
     with lw.memory.limited(5_000):
         run()
     with lw.memory.limited(4_000):

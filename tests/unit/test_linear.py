@@ -577,7 +577,11 @@ def test_shapes_that_are_refused() -> None:
     stacked, shared = case("stacked", "none", "none"), case("shared", "none", "none")
     x, y = stacked.features, stacked.targets
     refused: tuple[tuple[Any, Any, str], ...] = (
-        (x, y[:, 0], r"features have the shape \(17, 3, 7\) and targets are a tensor of shape \(17,\) .*; expected targets \(17, 3\)"),
+        (
+            x,
+            y[:, 0],
+            r"features have the shape \(17, 3, 7\) and targets are a tensor of shape \(17,\) .*; expected targets",
+        ),
         (x, y.mT, r"features have the shape \(17, 3, 7\) and targets are a tensor of shape \(3, 17\)"),
         (x, y.numpy(), r"targets are a ndarray; expected targets \(17, 3\)"),
         (x.flatten(0, 1), y, r"51 rows of features and targets \(17, 3\); .* a tensor has the shape \(17, 3, P\)"),
@@ -759,7 +763,11 @@ OPERATORS: dict[str, tuple[Any, Any, str]] = {
     ),
     "columns": (lambda v: X @ v.T, lambda u: u @ X, r"forward .* made \(90, 2\) of rows \(2, 30\); expected \(2, 90\)"),
     "one alone": (lambda v: v @ X.T, lambda u: u[0] @ X, r"back .* made \(30,\) of rows \(2, 90\); expected \(2, 30\)"),
-    "complex": (lambda v: 1j * v @ X.to(1j * X).T, lambda u: u @ X, "gave a tensor of .* torch.complex128; expected a tensor of real"),
+    "complex": (
+        lambda v: 1j * v @ X.to(1j * X).T,
+        lambda u: u @ X,
+        "gave a tensor of .*complex128; expected a tensor",
+    ),
     "arrays": (lambda v: (v @ X.T).numpy(), lambda u: u @ X, "gave a ndarray; expected a tensor of real numbers"),
     "not finite": (lambda v: v @ X.T / 0, lambda u: u @ X, "forward of an OperatorDesign gave NaN or infinity"),
 }

@@ -211,7 +211,7 @@ def test_a_weak_prior(noise: float, kind: str) -> None:
 
 def test_columns_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["mlp"]
-    monkeypatch.setattr("lapwing.methods.full.COLUMNS", 7)
+    monkeypatch.setattr("lapwing.methods.weight_space.COLUMNS", 7)
     assert_same(fitted(case, lw.KernelSpace(), 0.7), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
 
 
