@@ -26,7 +26,7 @@ from lapwing.predictives.base import (
 from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.settings import integer
 from lapwing.runtime.threads import uniform
-from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, by_inputs, normal_nodes, psd_root
+from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, by_inputs, normal_nodes, normal_rule, psd_root
 
 P = TypeVar("P", bound=LabelPredictive)
 
@@ -136,6 +136,52 @@ def _zero_sum_basis(outputs: int) -> Tensor:
     v = torch.full((outputs,), outputs**-0.5, dtype=torch.float64)
     v[-1] += 1
     return (torch.eye(outputs, dtype=torch.float64) - torch.outer(v, v) / v[-1])[:, :-1]
+
+
+HARD = 0.1  # estimated relative error of the mutual information above which the logits of an input are drawn
+WIDE = 2.0  # standard deviation of the log-odds above which they are drawn too
+NODES, EXACT = 12, 96  # nodes for many classes and for two, whose integral has no other error
+
+
+@lru_cache(maxsize=1)
+def _hermite_rule() -> tuple[Tensor, Tensor]:
+    """Return the Gauss-Hermite nodes of a standard normal and their weights, (NODES,) each."""
+    off = torch.arange(1, NODES, dtype=torch.float64).sqrt()
+    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))  # Golub and Welsch
+    return nodes, vectors[0].square()
+
+
+def class_against_rest(mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Return the mean and the standard deviation of the log-odds of each class, (N, C) each, and a correction.
+
+    The log-odds u = f_k − log Σ_{i≠k} exp(f_i) are linearised at the mean of the logits, where r is the softmax of the
+    other logits: the variance is that of f_k − r·f. The curvature of the logarithm lowers the mean by
+    c = (r·diag V − rᵀ V r) / 2, to first order; c / (1 + c) stays bounded where c is large. With two classes u is
+    Gaussian and c is zero.
+
+    Args:
+        mean: Means of the logits (N, C).
+        cov: Their covariances V (N, C, C).
+    """
+    log_p = mean.log_softmax(-1)
+    p, own = log_p.exp(), cov.diagonal(dim1=-2, dim2=-1)
+    shared = (cov @ p.unsqueeze(-1)).squeeze(-1)
+    total, spread = (p * own).sum(-1, keepdim=True), (p * shared).sum(-1, keepdim=True)
+    # Sums over the other classes are differences, but for the likeliest class, whose others may all round to zero.
+    top = mean.argmax(-1, keepdim=True)
+    others = mean.scatter(-1, top, -math.inf)
+    r = others.softmax(-1)
+    rest = (1 - p).scatter(-1, top, 1)
+    centre = (log_p - rest.log()).scatter(-1, top, mean.gather(-1, top) - others.logsumexp(-1, keepdim=True))
+    row = cov.gather(-2, top.unsqueeze(-1).expand(-1, 1, mean.shape[-1])).squeeze(-2)
+    product = (cov @ r.unsqueeze(-1)).squeeze(-1)
+    with_own = ((shared - p * own) / rest).scatter(-1, top, (row * r).sum(-1, keepdim=True))
+    squared = ((spread - 2 * p * shared + p.square() * own) / rest.square()).scatter(
+        -1, top, (r * product).sum(-1, keepdim=True)
+    )
+    diagonal = ((total - p * own) / rest).scatter(-1, top, (r * own).sum(-1, keepdim=True))
+    bend = 0.5 * (diagonal - squared).clamp_min(0)
+    return centre - bend / (1 + bend), (own - 2 * with_own + squared).clamp_min(0).sqrt(), bend
 
 
 class LabelMixture(Mixture[P], LabelPredictive):
@@ -275,12 +321,14 @@ class SoftmaxPredictive(ClassPredictive):
     """Predictive of a class with Gaussian logits.
 
     ``entropy`` is that of ``probs``. ``epistemic`` is the mutual information of label and logits, ``aleatoric`` the
-    expected entropy; both come from quasi-random draws of the logits whatever the link is.
+    expected entropy. Whatever the link is, both come from an integral over the log-odds of each class, or from
+    quasi-random draws of the logits where that is inaccurate: the mutual information has a relative error of about a
+    thousandth for small variances and of two or three percent for large ones.
 
     Args:
         belief: The Gaussian belief about the logits (B, C).
         link: "pairwise", "probit", "bridge" or "mc".
-        samples: The number of draws.
+        samples: The number of draws, where logits are drawn.
         seed: The seed of the draws.
 
     >>> p = SoftmaxPredictive(FunctionGaussian(torch.zeros(1, 2), torch.eye(2)[None]))
@@ -307,14 +355,48 @@ class SoftmaxPredictive(ClassPredictive):
         """Draws of the logits up to a common shift, (S, B, C): Sobol points, so equal seeds give equal draws."""
         return logit_draws(self.belief, self.samples, self.seed)
 
-    @cached_property
+    @property
     def integrated_probs(self) -> Tensor:
-        """The mean of the softmax over the draws, (B, C)."""
-        return self.logit_samples.softmax(-1).mean(0)
+        """The mean of the softmax, (B, C): by quadrature, or by draws where that is not accurate."""
+        return self._integrals[0]
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self._integrals[1]
 
     @cached_property
-    def aleatoric(self) -> Tensor:
-        return self.entropy_of(self.logit_samples.softmax(-1)).mean(0)
+    def _integrals(self) -> tuple[Tensor, Tensor]:
+        """The mean of the softmax (B, C), and the expected entropy (B,)."""
+        if self.link == "mc":
+            probs = self.logit_samples.softmax(-1)
+            return probs.mean(0), self.entropy_of(probs).mean(0)
+        outputs = self.belief.mean.shape[-1]
+        mean, cov = self.belief.mean.reshape(-1, outputs), self.belief.cov.reshape(-1, outputs, outputs)
+        numbers = mean.element_size() * outputs * max(COPIES * outputs, 3 * EXACT)
+        parts = [self._integrate(mean[part], cov[part]) for part in chunks(len(mean), numbers, mean.device)]
+        probs, entropy = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else (mean, mean[:, 0])
+        return probs.reshape(self.belief.mean.shape), entropy.reshape(self.belief.mean.shape[:-1])
+
+    def _integrate(self, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean probabilities (N, C) and expected entropies (N,) for logits with these moments.
+
+        The classes are taken one by one against all others: Σ_k E[entr(sigmoid(u_k))], an integral over a line for
+        each. Its error grows with the correction of the mean of u; inputs for which it is large are drawn.
+        """
+        centre, std, bend = class_against_rest(mean, cov)
+        nodes, weights = (t.to(mean) for t in (normal_rule(EXACT) if mean.shape[-1] == 2 else _hermite_rule()))
+        p = torch.addcmul(centre.unsqueeze(-1), std.unsqueeze(-1), nodes).sigmoid_()
+        probs, entropies = p @ weights, torch.special.entr(p) @ weights
+        entropy = entropies.sum(-1)
+        if mean.shape[-1] > 2:
+            information = (torch.special.entr(probs) - entropies).clamp_min(0)
+            error, width = ((information * each).sum(-1) for each in (bend, std))
+            total = information.sum(-1)
+            hard = (error > HARD * total) | (width > WIDE * total)
+            if bool(hard.any()):
+                drawn = logit_draws(FunctionGaussian(mean[hard], cov[hard]), self.samples, self.seed).softmax(-1)
+                probs[hard], entropy[hard] = drawn.mean(0), self.entropy_of(drawn).mean(0)
+        return probs, entropy
 
 
 LINKS: dict[str, Callable[[SoftmaxPredictive], Tensor]] = {

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from scipy import integrate, stats
+from scipy.special import expit
 from torch import Tensor
 
 import lapwing as lw
@@ -176,6 +177,41 @@ def test_mutual_information_is_entropy_less_expected_entropy() -> None:
     assert_close(p.epistemic, p.mutual_information)
     assert bool((p.mutual_information > 0).all())
     assert bool((p.mutual_information < math.log(C)).all())
+
+
+def test_mutual_information_of_two_classes_is_an_integral_over_their_difference() -> None:
+    b = belief(4.0, 2)
+    information = lw.Categorical().predict(b).mutual_information
+    entropy = lambda p: float(stats.entropy([p, 1 - p]))
+    for mean, cov, value in zip(b.mean, b.cov, information, strict=True):
+        gap, std = float(mean[0] - mean[1]), math.sqrt(float(cov[0, 0] + cov[1, 1] - 2 * cov[0, 1]))
+        given = lambda z, gap=gap, std=std: stats.norm.pdf(z, gap, std) * entropy(expit(z))
+        inner = integrate.quad(given, gap - 12 * std, gap + 12 * std)[0]
+        assert float(value) == pytest.approx(entropy(moment(gap, std, 1)) - inner, rel=1e-6)
+
+
+@pytest.mark.parametrize(("outputs", "variance"), [(3, 0.1), (10, 0.1), (40, 0.05)])
+def test_mutual_information_is_that_of_many_draws(outputs: int, variance: float) -> None:
+    """One class against all others: the error is that of their log-odds taken as Gaussian."""
+    gen = torch.Generator().manual_seed(outputs)
+    mean = 3 * torch.randn(40, outputs, dtype=D, generator=gen)
+    root = torch.randn(40, outputs, 6, dtype=D, generator=gen)
+    b = lw.FunctionGaussian(mean, variance / 6 * root @ root.mT)
+    draws = lw.Categorical(link="mc", samples=8192).predict(b).mutual_information
+    information = lw.Categorical().predict(b).mutual_information
+    assert float(((information - draws).abs() / draws).median()) < 0.01
+    assert float((information.sum() - draws.sum()).abs() / draws.sum()) < 0.02
+    assert stats.spearmanr(information, draws)[0] > 0.995
+
+
+def test_logits_of_large_variance_are_drawn() -> None:
+    mean, root = torch.randn(4, 12, dtype=D), torch.randn(4, 12, 12, dtype=D)
+    cov = root @ root.mT
+    cov[0] *= 1e-4
+    b = lw.FunctionGaussian(mean, cov)
+    mixed, drawn = (lw.Categorical(link=link).predict(b).aleatoric for link in ("pairwise", "mc"))
+    assert_close(mixed[1:], drawn[1:])
+    assert abs(float(mixed[0] - drawn[0])) > 1e-12  # by quadrature
 
 
 @pytest.mark.parametrize("link", LINKS)
