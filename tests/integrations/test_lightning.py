@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lapwing as lw
 from lapwing.errors import DataError, ModelError, UnsupportedError
@@ -161,7 +161,7 @@ import lightning, torch
 from tests.integrations.test_lightning import HELD_OUT, X, Y, Module
 import lapwing as lw
 from lapwing.lightning import LaplaceCallback
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 warnings.simplefilter("ignore")
 torch.manual_seed(0)
@@ -193,3 +193,16 @@ def test_trainer_before_training_is_refused() -> None:
         lw.fit(quiet_trainer(), TRAIN, "classification")
     with pytest.raises(DataError, match="data is None"):
         lw.fit(Module(), None, "classification")
+
+
+def test_a_recipe_of_crossfit() -> None:
+    data = TensorDataset(X[:150], Y[:150])
+
+    def train_fn(rows: Tensor, seed: int) -> lightning.Trainer:
+        trainer = quiet_trainer()
+        trainer.fit(Module(), DataLoader(Subset(data, rows.tolist()), 32))
+        return trainer
+
+    crossed = lw.crossfit(train_fn, data, "classification", folds=2, method=lw.Diagonal())
+    assert crossed.out_of_fold.probs.shape == (150, 2)
+    assert not any("another network" in finding for finding in crossed.findings)  # one seed, one network

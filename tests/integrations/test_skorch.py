@@ -69,3 +69,15 @@ def test_refusals(classifier: NeuralNetClassifier) -> None:
     probabilities = NeuralNetClassifier(nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1)), max_epochs=1, verbose=0)
     with pytest.raises(ModelError, match="Leave"):
         lw.fit(probabilities.fit(X, LABELS), (X, LABELS), "classification")
+
+
+def test_a_recipe_of_crossfit() -> None:
+    def train_fn(rows: torch.Tensor, seed: int) -> NeuralNetClassifier:
+        network = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 3))
+        return NeuralNetClassifier(network, criterion=nn.CrossEntropyLoss, train_split=None, verbose=0).fit(
+            X[rows], LABELS[rows]
+        )
+
+    crossed = lw.crossfit(train_fn, (X, LABELS), "classification", folds=2, method=lw.Diagonal())
+    assert crossed.out_of_fold.probs.shape == (120, 3)
+    assert not any("another network" in finding for finding in crossed.findings)  # one seed, one network

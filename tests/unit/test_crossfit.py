@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ import lapwing as lw
 from lapwing.crossfit import CrossFit, Pool
 from lapwing.errors import DataError, FileError, ModelError, UnsupportedError
 from lapwing.folds import Rows, copied_recipe, split_findings, splits_of
+from lapwing.sklearn import LapwingClassifier
 from tests.tolerances import SOLVED, assert_close, least_hits
 
 D = torch.float64
@@ -467,5 +469,37 @@ def test_a_dataset_is_read_by_rows() -> None:
     data = torch.utils.data.TensorDataset(x, y)
     settings: dict[str, Any] = {"folds": 2, "method": lw.Diagonal(), "model": trained(x, y, 10)}
     one = lw.crossfit(recipe(x, y, 10), data, "classification", **settings)
-    other = lw.crossfit(recipe(x, y, 10), (x.numpy(), y.numpy()), "classification", **settings)
-    assert_close(one.posterior.predict(x).probs, other.posterior.predict(x).probs)
+    frame = pa.table({name: column.numpy() for name, column in zip("abc", x.T.contiguous(), strict=True)})
+    for pair in (x.numpy(), y.numpy()), (frame, pa.array(y.numpy())):
+        other = lw.crossfit(recipe(x, y, 10), pair, "classification", **settings)
+        assert_close(one.posterior.predict(x).probs, other.posterior.predict(x).probs)
+
+
+def test_recipes_of_the_library_and_of_estimators() -> None:
+    x = inputs(60)
+    y = (x[:, 0] > 0).long()
+    net = nn.Linear(3, 2).double()
+    make = lambda seed: LapwingClassifier((4,), max_iter=2, random_state=seed)
+    recipes: list[Any] = [
+        lambda rows, seed: lw.train(net, (x[rows], y[rows]), "classification", recipe=lw.recipes.fixed(epochs=2)).model,
+        lambda rows, seed: make(seed).fit(x[rows], y[rows]).posterior_.network.model,
+    ]
+    for train_fn in recipes:
+        result = lw.crossfit(train_fn, (x, y), "classification", folds=2, method=lw.Diagonal())
+        assert result.out_of_fold.probs.shape == (60, 2)
+
+
+@pytest.mark.parametrize("task", LIKELIHOODS)
+def test_without_validation_data_the_summary_names_the_sibling_and_its_cost(task: str) -> None:
+    x = inputs(60)
+    y = LIKELIHOODS[task](x)
+    said = lw.fit(trained(x, y, 10), (x, y), task, method=lw.Diagonal()).summary()
+    assert "validation=lw.sibling(train_fn) trains a second network" in said
+    assert "for 0.8 of the cost of the first training, and a fit" in said
+    assert "lw.sibling" not in crossed(task).summary()
+
+
+def test_predictions_out_of_fold_are_drawn() -> None:
+    assert lw.plots.reliability(crossed("classification").evaluate(resamples=20)).get_xlabel() == "confidence"
+    result = crossed("regression")
+    assert lw.plots.intervals(result.out_of_fold, result.targets).lines
