@@ -13,7 +13,7 @@ from lapwing.data.batches import TARGET_KEYS
 from lapwing.data.inputs import Batch, Inputs, accepts_arguments, as_tensors, move_inputs
 from lapwing.errors import DataError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.methods.base import Cost, Workload, workload_of
+from lapwing.methods.base import Cost, Workload, bytes_text, seconds_text, workload_of
 from lapwing.networks.forward import arithmetic_of, device_of, extract_network, outside_autocast, path_of
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import ScaleFree, scale_free_groups
@@ -38,6 +38,13 @@ peak       memory held at most by the fit and a prediction, besides model and da
 fit/epoch  time of the fit in epochs: plain forward and backward passes over the data
 fit        time of the fit, if it was measured
 predict/f  time of a prediction in plain forward passes"""
+
+BRIEF = """\
+stores, peak: memory of the posterior, and at most of fit and prediction; fit/epoch: time of the fit in plain epochs
+(fit: measured); predict/f: time of a prediction in plain forward passes"""
+MORE = "print(report.details()) has all parameters, all methods, and what the columns mean."
+USUAL = ("Kron", "Diagonal", "Full", "Sampled", "Ensemble")  # methods that are compared most often
+MOST, NAMED = 5, 4  # rows of the short table, and names in a line
 
 
 @dataclass(frozen=True)
@@ -72,34 +79,53 @@ class CheckReport:
         return self.workload.data
 
     def __str__(self) -> str:
+        """Return the recommendation and at most fifteen lines; ``details`` has everything."""
+        most = list(dict.fromkeys([type(self.recommended.method).__name__, *USUAL]))[:MOST]
+        lines = [
+            f"Recommended: {self.recommended.why}",
+            f"{self.weights:,} weights get error bars, in {len(self.layers)} blocks; outputs {self.outputs} for each "
+            f"input, {self.dtype}",
+        ]
+        slow = [layer.name for layer in self.layers if "slow" in layer.handled]
+        lines += [f"Parameters without a rule, which make it slow: {_list(slow)}"] if slow else []
+        free = [group.parameters[0] for group in self.scale_free]
+        lines += [f"Norm layers cancel the scale of these weights: {_list(free)}"] if free else []
+        return "\n".join([*lines, "", *self._table(most), "", BRIEF, self._basis(), MORE])
+
+    def details(self) -> str:
+        """Return all parameters with how they are handled, the costs of all methods, and what the columns mean.
+
+        >>> print(check(nn.Linear(3, 2), torch.zeros(4, 3)).details().splitlines()[4])
+        weight+bias          8       1  linear map, with its bias
+        """
         width = max(len(layer.name) for layer in self.layers)
-        lines = [f"{self.weights} uncertain weights, {self.dtype}, outputs {self.outputs} for each input", ""]
+        lines = [f"Recommended: {self.recommended.why}", ""]
+        lines.append(f"{self.weights:,} weights get error bars; outputs {self.outputs} for each input, {self.dtype}")
         lines.append(f"{'parameters':{width}s} {'weights':>10s} {'shared':>7s}  handled as")
         for layer in self.layers:
-            lines.append(f"{layer.name:{width}s} {layer.size:10d} {layer.positions:7d}  {layer.handled}")
+            lines.append(f"{layer.name:{width}s} {layer.size:10,d} {layer.positions:7,d}  {layer.handled}")
         if self.scale_free:
             lines += ["", "weights whose scale the network ignores (see per_normalised_group):"]
             lines += [f"  {group}" for group in self.scale_free]
-        parts = [*self._table(), "", LEGEND, "", self._basis(), "", f"Recommended: {self.recommended.why}"]
-        return "\n".join([*lines, "", *parts])
+        return "\n".join([*lines, "", *self._table([*self.costs, *self.unknown]), "", LEGEND, "", self._basis()])
 
-    def _table(self) -> list[str]:
-        """Return the lines of the table of methods."""
-        width = max(len(name) for name in ("KernelSpace", *self.costs, *self.unknown))
-        row = f"{{:{width}s}} {{:>9s}} {{:>9s}} {{:>9s}} {{:>9s}} {{:>10s}}  {{}}"
+    def _table(self, names: Sequence[str]) -> list[str]:
+        """Return the lines of a table of these methods."""
+        row = f"{{:{max(map(len, names))}s}} {{:>9s}} {{:>9s}} {{:>9s}} {{:>9s}} {{:>10s}}  {{}}"
         lines = [row.format("method", "stores", "peak", "fit/epoch", "fit", "predict/f", "").rstrip()]
-        for name, cost in self.costs.items():
+        for name in names:
+            cost = self.costs.get(name)
             figures = ["-"] * 5
-            if cost.supported:
-                seconds = "-" if cost.fit_seconds is None else _seconds(cost.fit_seconds)
-                sizes = _bytes(cost.stored), _bytes(cost.peak)
-                figures = [*sizes, _number(cost.fit_epochs), seconds, _number(cost.predict_passes)]
-            lines.append(row.format(name, *figures, cost.note).rstrip())
-        return lines + [row.format(name, *["-"] * 5, "cost unknown") for name in self.unknown]
+            if cost is not None and cost.supported:
+                seconds = "-" if cost.fit_seconds is None else seconds_text(cost.fit_seconds)
+                sizes = bytes_text(cost.stored), bytes_text(cost.peak)
+                figures = [*sizes, _ratio(cost.fit_epochs), seconds, _ratio(cost.predict_passes)]
+            lines.append(row.format(name, *figures, "cost unknown" if cost is None else cost.note).rstrip())
+        return lines
 
     def _basis(self) -> str:
         """Return what the figures are for, and where they are from."""
-        what = f"For {self.data} data and predictions of {self.inputs} inputs"
+        what = f"For {self.data:,} data and predictions of {self.inputs:,} inputs"
         if self.timed:
             return f"{what}, extrapolated from times on this machine with one batch."
         return f"{what}, counted in operations; timed=True measures on one batch."
@@ -221,22 +247,11 @@ def _inputs(model: nn.Module, batch: Inputs) -> tuple[Inputs, Tensor | None]:
     return (first, second) if suffices else (batch, None)
 
 
-def _bytes(count: int) -> str:
-    """Write a number of bytes in a unit that fits."""
-    for unit, size in (("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+def _list(names: Sequence[str]) -> str:
+    """Return the first names with commas, and how many there are if there are more."""
+    return ", ".join(names[:NAMED]) + (f", ... ({len(names)})" if len(names) > NAMED else "")
 
 
-def _number(value: float) -> str:
-    """Write a ratio with three digits or so."""
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
-def _seconds(value: float) -> str:
-    """Write seconds, in a unit that fits."""
-    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if value >= 2 * size:
-            return f"{value / size:.1f} {unit}"
-    return f"{1000 * value:.0f} ms" if value >= 0.01 else f"{1000 * value:.1f} ms"
+def _ratio(value: float) -> str:
+    """Return a ratio with two digits: no cost is known better."""
+    return f"{value:.1f}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"

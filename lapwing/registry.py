@@ -13,7 +13,7 @@ from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.labels import Bernoulli, Categorical
 from lapwing.likelihoods.numbers import Gaussian, HeteroscedasticGaussian, Poisson
-from lapwing.methods.base import Method, Requirements, Workload
+from lapwing.methods.base import Method, Requirements, Workload, bytes_text, seconds_text
 from lapwing.methods.fmgp import FMGP
 from lapwing.methods.hfl import HFL
 from lapwing.methods.inducing_points import ELLA
@@ -82,7 +82,7 @@ class Auto(HasSettings):
         UnsupportedError: If a setting is not a positive number.
 
     >>> Auto().choose(weights=500, rows=10_000).why
-    'Full: 500 weights, 10000 rows (data times outputs); 0.0037 GiB and about 0.13 s, exact'
+    'Full: 500 weights, 10000 rows (data times outputs); 3.8 MB and about 130 ms, exact'
     """
 
     memory: float = setting(4 * 2**30, LIMIT)
@@ -123,7 +123,7 @@ class Auto(HasSettings):
             name = type(offer.method).__name__
             if not offer.kind:
                 return Choice(offer.method, f"{name}: {size}{rejected}")
-            cost = f"{offer.memory / 2**30:.2g} GiB and about {offer.work / rate:.2g} s"
+            cost = f"{bytes_text(offer.memory)} and about {seconds_text(offer.work / rate)}"
             if offer.memory <= self.memory and offer.work / rate <= self.seconds:
                 return Choice(offer.method, f"{name}: {size}; {cost}, {offer.kind}{rejected}")
             rejected += f"; {name} would take {cost}"

@@ -102,7 +102,7 @@ def run_check(arguments: Namespace) -> Outcome:
         "methods": {name: asdict(cost) for name, cost in report.costs.items()},
         "recommended": {"method": type(report.recommended.method).__name__, "why": report.recommended.why},
     }  # fmt: skip
-    return Outcome(f"{data.described}\n{report}", facts)
+    return Outcome(f"{data.described}\n{report.details() if arguments.details else report}", facts)
 
 
 def run_fit(arguments: Namespace) -> Outcome:
@@ -332,7 +332,7 @@ COMMANDS: Mapping[str, Command] = {
     "check": Command(
         "say how each layer is handled and what each method would cost, before anything is fitted", run_check,
         (
-            *MODEL, SUBSET,
+            *MODEL, SUBSET, option("--details", "all parameters and all methods", action="store_true"),
             option("--timed", "measure the times of all methods on one batch", action="store_true"),
             *data_options("the training data"), *COMMON,
         ),
@@ -390,6 +390,7 @@ COMMANDS: Mapping[str, Command] = {
 FAILED, INTERRUPTED = 1, 130  # exit codes; 2 is that of argparse for a command that cannot be read
 ADVICE = {  # what the library advises, and how to give it here
     "timed=True": "--timed",
+    "print(report.details())": "--details",
     "fit(..., validation=data)": "--validation DATA",
     "target_key=...": "--target NAME",
 }

@@ -629,6 +629,32 @@ class Workload:
         return Cost(kept, epochs, note, True, passes, kept + peak, self.data * fit, once, predict)
 
 
+def bytes_text(count: float) -> str:
+    """Return a number of bytes with three digits or so, in a unit that fits.
+
+    >>> [bytes_text(count) for count in (544, 34_800, 4 * 2**30, math.inf)]
+    ['544 B', '34.0 kB', '4.0 GB', 'inf GB']
+    """
+    for unit, size in (("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
+        if count >= size:
+            value = count / size
+            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds_text(value: float) -> str:
+    """Return a time with two digits, in a unit that fits.
+
+    >>> [seconds_text(value) for value in (2.5e-5, 0.0024, 0.13, 60.0, 7500.0)]
+    ['0.025 ms', '2.4 ms', '130 ms', '60 s', '2.1 h']
+    """
+    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if value >= 2 * size:
+            return f"{value / size:.2g} {unit}"
+    digits = float(f"{1000 * value:.2g}")
+    return f"{digits:.0f} ms" if digits >= 10 else f"{digits:g} ms"
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a method takes, before anything is fitted."""

@@ -17,7 +17,7 @@ from lapwing.linalg.krylov import Logdet, solve_samples
 from lapwing.linalg.operators import Solution, gram_product
 from lapwing.linalg.ridge import Ridge
 from lapwing.linalg.stochastic import OBJECTIVES, descend_in_rounds
-from lapwing.methods.base import Conformance, Cost, Method, Offer, Requirements, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Method, Offer, Requirements, Work, Workload, bytes_text
 from lapwing.posteriors.sampled import SampledPosterior, Solver
 from lapwing.priors import BoundPrior
 from lapwing.problem import Problem
@@ -138,7 +138,7 @@ class Sampled(Method):
         unlimited = math.isinf(requirements.memory)
         method = cls(num_samples=requirements.num_samples, memory=None if unlimited else requirements.memory)
         vectors = (BASIS + 2 * requirements.num_samples) * (SOLVES if requirements.learn_prior else 1)
-        limit = "" if unlimited else f" in at most {requirements.memory / 2**30:.2g} GiB"
+        limit = "" if unlimited else f" in at most {bytes_text(requirements.memory)}"
         work = 2.0 * requirements.rows * requirements.weights * vectors
         kind = f"{requirements.num_samples} samples of the exact" + limit
         return Offer(method, 1, method.needs(requirements.weights, requirements.rows), work, kind)

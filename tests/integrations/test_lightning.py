@@ -122,7 +122,7 @@ def test_posterior_outlives_further_training_and_is_saved(tmp_path: Path) -> Non
 
 
 def test_check_takes_a_module(trainer: lightning.Trainer) -> None:
-    assert "body.0" in str(lw.check(trainer.lightning_module, X[:8]))
+    assert "body.0" in lw.check(trainer.lightning_module, X[:8]).details()
 
 
 def test_module_without_trainer() -> None:

@@ -56,7 +56,7 @@ def test_a_method_that_does_not_know_its_cost(monkeypatch: pytest.MonkeyPatch) -
     assert report.unknown == ("MethodOfSomebodyElse",)
     assert report.costs == before.costs
     cells = ["MethodOfSomebodyElse", *["-"] * 5, "cost", "unknown"]
-    assert any(line.split() == cells for line in str(report).split("\n"))
+    assert any(line.split() == cells for line in report.details().split("\n"))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,8 @@ def test_the_recommended_method_is_the_one_that_auto_takes(limits: lw.Auto, size
     classes = lw.check(model, x[:20], data=data, auto=limits).recommended
     assert classes.why.endswith("for classes exact methods cost more and gain little")
     assert (type(report.recommended.method).__name__, report.recommended.why) == (posterior.method, posterior.why)
-    assert str(report).endswith(f"Recommended: {posterior.why}")
+    assert str(report).startswith(f"Recommended: {posterior.why}\n")
+    assert report.details().startswith(f"Recommended: {posterior.why}\n")
 
 
 def test_the_budget_limits_the_peak() -> None:
@@ -207,11 +208,40 @@ def test_the_budget_limits_the_peak() -> None:
 
 
 def test_every_column_has_a_line_in_the_legend() -> None:
-    text = str(lw.check(small(), inputs()))
+    text = lw.check(small(), inputs()).details()
     heads = next(line for line in text.splitlines() if line.startswith("method")).split()[1:]
     explained = [line.split()[0] for line in LEGEND.splitlines()]
     assert explained == ["shared", *heads]
     assert LEGEND in text
+
+
+class Crowded(nn.Module):
+    """Many layers, slow parameters and weights whose scale is ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)) for _ in range(12)))
+        self.slopes = nn.ParameterList(torch.zeros(()) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.body(x)[..., 0] * slope.exp() for slope in self.slopes], -1)
+
+
+@pytest.mark.parametrize("model", [small(), Crowded()], ids=["small", "crowded"])
+@pytest.mark.parametrize("timed", [False, True])
+def test_the_recommendation_and_at_most_fifteen_lines_are_printed(model: nn.Module, timed: bool) -> None:
+    report = lw.check(model, inputs(), data=100, timed=["diagonal"] if timed else False)
+    first, *lines = str(report).splitlines()
+    assert first == f"Recommended: {report.recommended.why}"
+    assert len(lines) <= 15
+    assert all(len(line) <= 130 for line in lines)
+    assert any(line.startswith(type(report.recommended.method).__name__) for line in lines)
+    assert ("slopes.0, slopes.1, slopes.2, slopes.3, ... (9)" in str(report)) == isinstance(model, Crowded)
+    assert ("body.0.0.weight, body.1.0.weight" in str(report)) == isinstance(model, Crowded)
+    whole = report.details()
+    assert all(layer.name in whole for layer in report.layers)
+    assert all(name in whole for name in report.costs)
+    assert "extrapolated from times" in str(report) if timed else "counted in operations" in str(report)
 
 
 @pytest.mark.parametrize(

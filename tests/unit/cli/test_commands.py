@@ -31,7 +31,11 @@ Run = Callable[..., Ran]
 def test_the_report_is_that_of_the_library(run: Run, folder: Path) -> None:
     expected = lw.check(classifier(folder), tensors(folder / "train.npz")[0])
     ran = run(f"check {FITTED} --data train.npz")
-    assert ran.out == f"train.npz: 40 rows, inputs 'x'\n{expected}\n".replace("timed=True", "--timed")
+    assert ran.out == f"train.npz: 40 rows, inputs 'x'\n{expected}\n".replace("timed=True", "--timed").replace(
+        "print(report.details())", "--details"
+    )
+    whole = expected.details().replace("timed=True", "--timed")
+    assert run(f"check {FITTED} --data train.npz --details").out.endswith(f"\n{whole}\n")
     facts = run(f"check {FITTED} --data train.npz --json").facts
     assert facts["weights"] == expected.weights == 4 * 5 + 5 + 5 * 3 + 3
     assert facts["methods"]["Kron"]["stored"] == expected.costs["Kron"].stored

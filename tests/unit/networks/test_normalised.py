@@ -340,11 +340,11 @@ def test_check_shows_them(dtype: torch.dtype) -> None:
     model, x = example(*FOUND["batch norm"][:2], dtype)
     report = problems.unchanged(model, lambda: lw.check(model, x))
     assert [group.name for group in report.scale_free] == ["0", "3"]
-    text = str(report)
+    text = report.details()
     assert "weights whose scale the network ignores (see per_normalised_group):" in text
     assert "  0: scale ignored, with the running statistics after it (0.weight + 0.bias)\n" in text
     plain, x = example(*FOUND["weight norm"][:2], dtype)
-    assert "scale ignored (0.parametrizations.weight.original1)" in str(lw.check(plain, x))
+    assert "scale ignored (0.parametrizations.weight.original1)" in lw.check(plain, x).details()
     none, x = example(*NONE["tanh"], dtype)
     report = lw.check(none, x)
     assert report.scale_free == ()
