@@ -45,19 +45,10 @@ from lapwing.registry import Auto, find_likelihood, find_method, find_weights, p
 from lapwing.runtime.settings import GENERATOR, NONE, PATH, of_class
 from lapwing.runtime.threads import Stream, independent_generator, should_show_progress, uniform, with_inner_progress
 from lapwing.training import Epoch, TrainingState
+from lapwing.tuners import offsets
 from lapwing.tuners.base import MaximiseEvidence, Tuner, check_tuner, follows_evidence, run_tuner, start_near_optimum
 from lapwing.tuners.linear_mode import SampleEM
 from lapwing.tuners.mixing import Budget, Integrate
-from lapwing.tuners.offsets import (
-    FirstOutputs,
-    Reused,
-    first_outputs,
-    warn_if_biased,
-    warn_if_worse_than_plain,
-    with_findings,
-    with_held_out,
-    with_validation,
-)
 
 if TYPE_CHECKING:
     from lapwing.crossfit import Sibling
@@ -365,9 +356,9 @@ class FitInProgress:
     chosen: Method = field(init=False)
     why: str = field(init=False, default="")  # the reason of ``Auto``
     late_tuner: Tuner | None = field(init=False)  # the tuner, unless it learned the prior beforehand
-    first: FirstOutputs | None = field(init=False, default=None)  # the first outputs of the pass
+    first: offsets.FirstOutputs | None = field(init=False, default=None)  # the first outputs of the pass
     posterior: Posterior = field(init=False)
-    reused: Reused = field(init=False)
+    reused: offsets.Reused = field(init=False)
 
     def run(self, steps: Iterable[Callable[[FitInProgress], None]] | None = None) -> Fitted:
         """Take all steps, or some of them, and return the result."""
@@ -435,7 +426,7 @@ def learn_needed_prior(run: FitInProgress) -> None:
 
 def compute_posterior(run: FitInProgress) -> None:
     """Make the pass over the training data, which also keeps the first outputs where nothing else shows a bias."""
-    run.first = first_outputs(run.problem, run.data) if run.held_out is None else None
+    run.first = offsets.first_outputs(run.problem, run.data) if run.held_out is None else None
     run.posterior = run.chosen.fit(run.problem, run.data, run.generator)
 
 
@@ -451,9 +442,9 @@ def look_for_reused_rows(run: FitInProgress) -> None:
     """Compare the rows of held-out data with those of the training data; raise if all are the same."""
     rows = KnownRows(run.data.sketch())
     if run.held_out:
-        run.reused = with_validation(rows, run.held_out)
+        run.reused = offsets.with_validation(rows, run.held_out)
     else:
-        run.reused = with_held_out(rows, run.tuner, run.problem.network, run.processes)
+        run.reused = offsets.with_held_out(rows, run.tuner, run.problem.network, run.processes)
 
 
 def average(run: FitInProgress) -> None:
@@ -461,7 +452,7 @@ def average(run: FitInProgress) -> None:
     if run.held_out is not None:
         run.posterior = Integrate(run.held_out, None if run.prior is None else ())(run.posterior)
     elif run.tuner is not None and run.posterior.linearised:
-        run.posterior = warn_if_worse_than_plain(run.posterior, run.data)
+        run.posterior = offsets.warn_if_worse_than_plain(run.posterior, run.data)
     elif run.prior is None and run.posterior.linearised:
         is_averaged = run.is_default and run.problem.likelihood.has_tails
         other = exact_component(run.posterior, run.data, run.generator) if is_averaged else None
@@ -471,7 +462,7 @@ def average(run: FitInProgress) -> None:
 
 def note_findings(run: FitInProgress) -> None:
     """Add what was noticed: a bias of the classes, loaders that change, rows that are used twice."""
-    run.posterior = warn_if_biased(run.posterior, run.data, run.first)
+    run.posterior = offsets.warn_if_biased(run.posterior, run.data, run.first)
     run.posterior = attach_findings(run.posterior, run.data, run.held_out, run.reused.findings)
 
 
@@ -622,7 +613,7 @@ def _agreed_scale(posterior: Posterior, exact: Posterior, data: Data) -> float:
 def attach_findings(posterior: Any, data: Data, held_out: Data | None, more: tuple[str, ...] = ()) -> Any:
     """Return the posterior with the remarks on the data of all processes, and ``more``, after those of its tuner."""
     processes = data.processes
-    for each in () if processes.is_single_process else getattr(posterior, "members", (posterior,)):
-        each.prepare()  # so that a process can predict without the others
+    if not processes.is_single_process:
+        posterior.prepare()  # so that a process can predict without the others
     remarks = processes.gather_values((*data.findings, *(held_out.findings if held_out else ()), *more))
-    return with_findings(posterior, tuple(dict.fromkeys(remark for each in remarks for remark in each)))
+    return offsets.with_findings(posterior, tuple(dict.fromkeys(remark for each in remarks for remark in each)))
