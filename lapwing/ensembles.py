@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lapwing.api import train
 from lapwing.data.batches import Data, Reading
-from lapwing.data.inputs import named_leaves
+from lapwing.data.inputs import plain_tensors
 from lapwing.errors import DataError, FileError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.methods.members import reinitialise
@@ -122,8 +122,7 @@ class DataSummary:
     def _pass(cls, data: Data) -> DataSummary:
         rows, targets = Reading(), Reading()
         for batch in data.batches("reading"):
-            leaves = (leaf for _, leaf in named_leaves(batch.inputs) if isinstance(leaf, Tensor))
-            rows.add((*leaves, batch.targets), batch.n_samples)
+            rows.add((*plain_tensors(batch.inputs), batch.targets), batch.n_samples)
             targets.add((batch.targets,), batch.n_samples)
         return cls(rows, targets)
 

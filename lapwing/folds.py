@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, Subset
 
-from lapwing.data.batches import Data, Weighted, is_pair, to_batch
-from lapwing.data.inputs import Batch, SampleRows, n_rows, named_leaves, take
+from lapwing.data.batches import Data, Weighted, is_dataset, is_pair, to_batch
+from lapwing.data.inputs import Batch, SampleRows, n_rows, plain_tensors, take
 from lapwing.data.known_rows import row_marks
 from lapwing.data.processes import Processes
 from lapwing.errors import DataError, FileError, LapwingError, ModelError, UnsupportedError
@@ -32,7 +32,7 @@ from lapwing.networks.forward import extract_network, raw_output, with_output_di
 from lapwing.posteriors.base import Posterior
 from lapwing.runtime import files
 from lapwing.runtime.memory import chunks
-from lapwing.runtime.settings import describe, is_integer
+from lapwing.runtime.settings import describe, describe_kind, is_integer
 from lapwing.runtime.states import State
 from lapwing.runtime.threads import ProgressBar
 
@@ -72,21 +72,20 @@ class Rows:
         source: Dataset[Any] | Batch
         if is_pair(data):
             source = to_batch(data, target_key, dtype)
-        elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and hasattr(data, "__len__"):
+        elif is_dataset(data) and hasattr(data, "__len__"):
             source = data
         else:
-            what = describe(data) if isinstance(data, Tensor) else type(data).__name__
             raise DataError(
-                f"data is a {what}; expected rows that can be taken by number: a Dataset with a length, or one pair "
-                "(inputs, targets) of tensors, arrays or frames. Give the dataset of a DataLoader: loader.dataset."
+                f"data is {describe_kind(data)}; expected rows that can be taken by number: a Dataset with a length, "
+                "or one pair (inputs, targets) of tensors, arrays or frames. Give the dataset of a DataLoader: "
+                "loader.dataset."
             )
         targets, marks, points, numbers = list[Tensor](), list[Tensor | None](), list[Tensor](), 0
         reading = Data(data, torch.device("cpu"), target_key, name="data", dtype=dtype)
         for batch in reading.batches("reading rows", weighted=True):
             targets.append(batch.targets)
             marks.append(row_marks(batch.inputs, batch.n_samples))
-            leaves = [leaf for _, leaf in named_leaves(batch.inputs) if isinstance(leaf, Tensor)]
-            flat = [t.reshape(len(t), -1).float() for t in leaves if n_rows(t) == batch.n_samples]
+            flat = [t.reshape(len(t), -1).float() for t in plain_tensors(batch.inputs) if n_rows(t) == batch.n_samples]
             numbers += sum(t.numel() for t in flat)
             if flat and numbers <= POINTS:
                 points.append(torch.cat(flat, 1))

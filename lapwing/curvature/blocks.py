@@ -250,6 +250,25 @@ def sum_factors(factors: Sequence[Factor], weights: Tensor | None = None) -> Fac
     return MatrixFactor(weighted_sum([factor.dense() for factor in factors], weights), first.dtype)
 
 
+class SquaredRows:
+    """The diagonal of a Gram matrix: sums of squares over rows, in float64. It has the members of ``Gram``."""
+
+    def __init__(self, size: int, device: torch.device, groups: int) -> None:
+        self._total = torch.zeros(groups, size, dtype=torch.float64, device=device)
+
+    def add(self, x: Tensor) -> None:
+        """Add rows x (G, N, d)."""
+        self._total += x.square().sum(1, dtype=torch.float64)
+
+    def add_runs(self, x: Tensor) -> None:
+        """Add R runs of T rows each, (G, R, T, d)."""
+        self.add(x.flatten(1, 2))
+
+    def total(self) -> Tensor:
+        """Return the sums, (G, d)."""
+        return self._total
+
+
 class FactorSum:
     """The sum of a factor over a pass, which keeps the rows until there are too many.
 
@@ -260,9 +279,9 @@ class FactorSum:
     def __init__(self, size: int, groups: int, device: torch.device, dtype: torch.dtype, limit: int) -> None:
         self._size, self._groups, self._device, self._dtype, self._limit = size, groups, device, dtype, limit
         self._most_rows = most_rows(size, limit)
-        self._kept: list[Tensor] | None = []  # None once the rows are summed
+        self._kept: list[Tensor] = []  # rows, until they are summed
         self._others = (0, 0)  # rows of the processes before this one and after it
-        self._sum: Gram | Tensor | None = None  # a tensor is a diagonal
+        self._sum: Gram | SquaredRows | None = None  # once there are too many to keep
         self._diagonal: Tensor | None = None  # of terms whose diagonal is known
         self._less: Gram | None = None  # what is subtracted off that diagonal
         self._dropped = False  # whether something was to be subtracted above the limit
@@ -270,22 +289,19 @@ class FactorSum:
     def add(self, x: Tensor) -> None:
         """Add rows x ([G,] N, d)."""
         x = x.reshape(self._groups, -1, self._size)
-        if self._still_few(x.shape[1]):
-            assert self._kept is not None
+        total = self._sum_if_many(x.shape[1])
+        if total is None:
             self._kept.append(x.detach().clone())  # a view would keep the activations of a whole batch
-            return
-        if isinstance(self._sum, Gram):
-            self._sum.add(x)
         else:
-            assert self._sum is not None
-            self._sum += x.square().sum(1, dtype=torch.float64)
+            total.add(x)
 
     def add_runs(self, x: Tensor) -> None:
         """Add R runs of T rows each, x (G, R, T, d), which are stored as (..., d, T), without transposing them."""
-        if not self._still_few(x.shape[1] * x.shape[2]) and isinstance(self._sum, Gram):
-            self._sum.add_runs(x)
-        else:
+        total = self._sum_if_many(x.shape[1] * x.shape[2])
+        if total is None:
             self.add(x.flatten(1, 2))
+        else:
+            total.add_runs(x)
 
     def add_diagonal(self, values: Tensor) -> None:
         """Add a diagonal ([G,] d), such as the number of one-hot rows of each kind."""
@@ -303,27 +319,26 @@ class FactorSum:
     def _gram(self) -> Gram:
         return Gram(self._size, torch.float64, self._device, self._groups)
 
-    def _still_few(self, more: int) -> bool:
-        """Return whether this many more rows can be kept; if not, sum those that were."""
-        if self._kept is None:
-            return False
-        kept = sum(x.shape[1] for x in self._kept)
-        if kept + more <= self._most_rows:
-            return True
-        parts, self._kept = self._kept, None
-        zeros = torch.zeros(self._groups, self._size, dtype=torch.float64, device=self._device)
-        self._sum = self._gram() if self._size <= self._limit else zeros
-        for x in parts:
-            self.add(x)
-        return False
+    def _n_kept(self) -> int:
+        return sum(x.shape[1] for x in self._kept)
+
+    def _sum_if_many(self, more: int) -> Gram | SquaredRows | None:
+        """Return the sum, which takes this many more rows and those that were kept; None if all can be kept."""
+        if self._sum is None and self._n_kept() + more > self._most_rows:
+            fits = self._size <= self._limit
+            self._sum = self._gram() if fits else SquaredRows(self._size, self._device, self._groups)
+            kept, self._kept = self._kept, []
+            for x in kept:
+                self._sum.add(x)
+        return self._sum
 
     def settle(self, processes: Processes) -> None:
         """Agree with the other processes on the form: rows if those of all are few, else this one sums its own."""
         if processes.is_single_process or not self._most_rows:
             return
-        kept = processes.gather_numbers(-1 if self._kept is None else sum(x.shape[1] for x in self._kept))
+        kept = processes.gather_numbers(self._n_kept() if self._sum is None else -1)
         if min(kept) < 0 or sum(kept) > self._most_rows:
-            self._still_few(self._most_rows + 1)
+            self._sum_if_many(self._most_rows + 1)
         else:
             self._others = (sum(kept[: processes.rank]), sum(kept[processes.rank + 1 :]))
 
@@ -334,7 +349,7 @@ class FactorSum:
         subtracted off it, and whether something was dropped.
         """
         rows = torch.nn.functional.pad(torch.cat(self._kept, 1), (0, 0, *self._others)) if self._kept else None
-        summed = self._sum.total() if isinstance(self._sum, Gram) else self._sum
+        summed = None if self._sum is None else self._sum.total()
         less = None if self._less is None else self._less.total()
         return [rows, summed, self._diagonal, less, torch.tensor(float(self._dropped), dtype=torch.float64)]
 

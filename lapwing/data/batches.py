@@ -32,7 +32,7 @@ from lapwing.data.inputs import (
     check_finite,
     is_numbers,
     move_inputs,
-    named_leaves,
+    plain_tensors,
     take,
     tensors_in,
 )
@@ -215,6 +215,11 @@ def is_pair(source: object) -> TypeGuard[tuple[Inputs, Any]]:
     return isinstance(source, tuple) and len(source) == 2 and (isinstance(source[1], Weighted) or is_array(source[1]))
 
 
+def is_dataset(source: object) -> TypeGuard[Dataset[Any]]:
+    """Return whether the source is a data set of single samples by their numbers."""
+    return isinstance(source, Dataset) and not isinstance(source, IterableDataset)
+
+
 def as_source(source: Any, name: str, processes: Processes, dtype: torch.dtype | None) -> Loader:
     """Return data as an object that yields its items at every pass; raise if it is not data.
 
@@ -228,7 +233,7 @@ def as_source(source: Any, name: str, processes: Processes, dtype: torch.dtype |
             "one "
             f"pair (inputs, targets) of tensors or arrays.{mapping}"
         )
-    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+    if is_dataset(source):
         return dataset_loader(source, processes)
     if is_pair(source):
         batch = to_batch(source, None, dtype)  # arrays become tensors once, and not at every pass
@@ -541,8 +546,7 @@ class Data:
             if sketching is not None:
                 sketching.add(batch.inputs, batch.targets, batch.n_samples)
             if reading is not None:
-                leaves = (leaf for _, leaf in named_leaves(batch.inputs) if isinstance(leaf, Tensor))
-                tensors = (*leaves, batch.targets, batch.weights)
+                tensors = (*plain_tensors(batch.inputs), batch.targets, batch.weights)
                 reading.add((t for t in tensors if t is not None), batch.n_samples)
                 self._refuse_more(reading)
             yield self._arrange_batch(batch, position)

@@ -229,6 +229,11 @@ def tensors_in(tree: Inputs) -> Iterator[Tensor]:
         yield from (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf)
 
 
+def plain_tensors(inputs: Inputs) -> list[Tensor]:
+    """Return every leaf of a nesting that is a tensor, in order, without those of sets of samples."""
+    return [leaf for _, leaf in named_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
 def wants_slopes(tree: Inputs) -> bool:
     """Return whether results are to be differentiable in these inputs: one requires a gradient, and grad mode is on."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(tree))

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
 
-from lapwing.data.batches import TARGET_KEYS, Data, Loader, dataset_loader, read_items
+from lapwing.data.batches import TARGET_KEYS, Data, Loader, dataset_loader, is_dataset, read_items
 from lapwing.data.inputs import (
     LEAVES,
     Batch,
@@ -319,7 +318,7 @@ class InputStream:
 
     def __post_init__(self) -> None:
         KEY.check("target_key", self.target_key)
-        if isinstance(self.source, Dataset) and not isinstance(self.source, IterableDataset):
+        if is_dataset(self.source):
             object.__setattr__(self, "source", dataset_loader(self.source, self.processes))
         share = None if self.processes.is_single_process else share_of(self.source)
         if share is not None:

@@ -369,6 +369,11 @@ class FunctionGaussian:
         return cls(torch.stack([belief.mean for belief in beliefs]), deferred)
 
     @property
+    def _deferred(self) -> Deferred | None:
+        """The functions that compute the covariance, as long as it was not computed; None if it was given."""
+        return self.covariance if isinstance(self.covariance, Deferred) and "cov" not in self.__dict__ else None
+
+    @property
     def form(self) -> ImageForm | None:
         """The height and width of images; None for other outputs."""
         return None if self.outputs_dim == -1 else ImageForm(tuple(self.mean.shape[2:]))
@@ -398,8 +403,8 @@ class FunctionGaussian:
         Raises:
             NumericalError: If a variance is negative by more than rounding.
         """
-        if isinstance(self.covariance, Deferred) and "cov" not in self.__dict__:
-            return _without_negative_rounding(self.covariance.variance())
+        if self._deferred is not None:
+            return _without_negative_rounding(self._deferred.variance())
         if self.joint:
             size = self.mean.numel()
             return _without_negative_rounding(self.cov.reshape(size, size).diagonal().reshape(self.mean.shape))
@@ -408,9 +413,8 @@ class FunctionGaussian:
     @cached_property
     def centred_variance(self) -> Tensor:
         """The variance of each output after the mean over outputs is taken off, (B, [T,] C)."""
-        covariance = self.covariance
-        if isinstance(covariance, Deferred) and covariance.centred is not None and "cov" not in self.__dict__:
-            return _without_negative_rounding(covariance.centred())
+        if self._deferred is not None and self._deferred.centred is not None:
+            return _without_negative_rounding(self._deferred.centred())
         cov = self.marginal.cov
         rows = cov.mean(-1)
         centred = cov.diagonal(dim1=-2, dim2=-1) - 2 * rows + rows.mean(-1, keepdim=True)
