@@ -349,7 +349,7 @@ class FitInProgress:
     progress: bool | None
     is_default: bool  # whether no method was asked for
 
-    structure: dict[tuple[str, str], Any] = field(init=False)  # of the model before anything runs it
+    structure: dict[tuple[str, str], object] = field(init=False)  # of the model before anything runs it
     data: Data = field(init=False)
     held_out: Data | None = field(init=False, default=None)  # the validation data
     problem: Problem = field(init=False)
@@ -610,7 +610,7 @@ def _agreed_scale(posterior: Posterior, exact: Posterior, data: Data) -> float:
     return math.sqrt(min(1.0, wide / own)) if own > 0 else 1.0
 
 
-def attach_findings(posterior: Any, data: Data, held_out: Data | None, more: tuple[str, ...] = ()) -> Any:
+def attach_findings(posterior: Posterior, data: Data, held_out: Data | None, more: tuple[str, ...] = ()) -> Posterior:
     """Return the posterior with the remarks on the data of all processes, and ``more``, after those of its tuner."""
     processes = data.processes
     if not processes.is_single_process:

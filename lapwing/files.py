@@ -121,7 +121,7 @@ class _OtherModelError(ModelError):
     """The fingerprint of the file is not that of the model."""
 
 
-def _refuse_other_model(fingerprint: Any, model: nn.Module) -> None:
+def _refuse_other_model(fingerprint: Fingerprint, model: nn.Module) -> None:
     """Raise unless the model has the weights of the fingerprint, up to the rounding of its dtype."""
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     try:
@@ -130,7 +130,7 @@ def _refuse_other_model(fingerprint: Any, model: nn.Module) -> None:
         raise _OtherModelError(str(error)) from error
 
 
-def _refuse_other_settings(stored: Mapping[str, str], structure: Mapping[tuple[str, str], Any]) -> None:
+def _refuse_other_settings(stored: Mapping[str, str], structure: Mapping[tuple[str, str], object]) -> None:
     """Raise if a setting of a module is another one; those that only one version of a module has are not compared."""
     for name, now in settings_in(structure).items():
         if stored.get(name, now) != now:

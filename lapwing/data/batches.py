@@ -84,7 +84,7 @@ class WeightedBatches:
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
-    def _item(self, item: Any) -> Any:
+    def _item(self, item: object) -> object:
         """Return the batch with its weights beside the targets."""
         if isinstance(item, Mapping):
             if self.key not in item:

@@ -71,8 +71,7 @@ def _most_candidates(posterior: Fitted, samples: int | None) -> int:
 def _values(posterior: Fitted, batch: Inputs, by: str) -> Tensor:
     """Return how much the label of each input by itself would tell, (B,) in float64 on the CPU."""
     if by == "bald":
-        information: Tensor = posterior.posterior.predict(batch).mutual_information
-        return information.double().cpu()
+        return posterior.posterior.predict(batch).mutual_information.double().cpu()
     belief = posterior.posterior(batch)
     if by == "variance":
         return belief.variance.double().sum(-1).cpu()

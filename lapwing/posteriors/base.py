@@ -24,6 +24,7 @@ from lapwing.networks.jacobians import temporary_bytes
 from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional, outputs_along
 from lapwing.networks.tangent import LayerJacobians
+from lapwing.predictives.base import Predictive
 from lapwing.predictives.labels import AveragedClasses, SoftmaxSamples
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.settings import NONE, Latest, integer
@@ -247,7 +248,7 @@ class Posterior(Tunable):
         """The draws of the weights that predictions from functions use."""
         return Latest()
 
-    def predict(self, x: Inputs, samples: int | None = None) -> Any:
+    def predict(self, x: Inputs, samples: int | None = None) -> Predictive:
         """Return the predictive of the targets at x, from this many functions, or from variances if it is zero."""
         likelihood = self.problem.likelihood
         numbers = draw_numbers([self], likelihood, [float(self.has_spread)], samples, x)
@@ -445,7 +446,7 @@ def predict_from_draws(
     numbers: Sequence[range],
     kept: Kept,
     predict: Callable[[list[FunctionSamples]], Any],
-) -> Any:
+) -> Predictive:
     """Return the predictive that ``predict`` makes of the beliefs of all posteriors at x.
 
     Probabilities of classes are averaged a few inputs at a time, so that no more functions than fit the budget are in

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from lapwing.posteriors.base import (
     short_number,
 )
 from lapwing.posteriors.weight_space import beliefs_at, with_update_remark
+from lapwing.predictives.base import Predictive
 from lapwing.problem import Problem, Statistics
 from lapwing.runtime.states import (
     ROUNDING,
@@ -74,7 +74,7 @@ class Cell:
     likelihood: Likelihood
     scale: float = 1.0
 
-    def predict(self, belief: FunctionGaussian | FunctionSamples) -> Any:
+    def predict(self, belief: FunctionGaussian | FunctionSamples) -> Predictive:
         """Return the predictive distribution of y under this cell."""
         if isinstance(belief, FunctionSamples):
             return self.likelihood.predict_samples(belief.widened(self.scale))
@@ -250,7 +250,7 @@ class MixturePosterior(Posterior):
         weighted = self.weights.cpu() * torch.tensor(values, dtype=torch.float64)
         return torch.zeros(len(self.beliefs), dtype=torch.float64).index_add(0, number, weighted)
 
-    def predict(self, x: Inputs, samples: int | None = None) -> Any:
+    def predict(self, x: Inputs, samples: int | None = None) -> Predictive:
         """Return the predictive over targets: probabilities or densities of all cells, averaged.
 
         Functions are drawn from the beliefs by the weights of their cells; cells with the same belief share them.
@@ -264,7 +264,7 @@ class MixturePosterior(Posterior):
             check_finite(mean, "outputs of the network")
         return self._average(beliefs)
 
-    def _average(self, beliefs: Sequence[FunctionGaussian] | Sequence[FunctionSamples]) -> Any:
+    def _average(self, beliefs: Sequence[FunctionGaussian] | Sequence[FunctionSamples]) -> Predictive:
         """Return the average of the predictives of all cells, given the belief of each posterior."""
         components = tuple(cell.predict(beliefs[cell.belief]) for cell in self.cells)
         if not hasattr(components[0], "mixed"):
@@ -487,7 +487,7 @@ class NetworksPosterior(Posterior):
     def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
         return self._checked_mixture().belief(x, query)
 
-    def predict(self, x: Inputs, samples: int | None = None) -> Any:
+    def predict(self, x: Inputs, samples: int | None = None) -> Predictive:
         return self._checked_mixture().predict(x, samples)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:

@@ -30,6 +30,16 @@ class Predictive:
         raise NotImplementedError
 
     @property
+    def entropy(self) -> Tensor:
+        """The entropy of the targets in nats, (B,)."""
+        raise NotImplementedError
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """The mutual information of targets and outputs in nats, (B,): doubt that more data would remove."""
+        raise NotImplementedError
+
+    @property
     def distribution(self) -> Distribution:
         """The targets of one input, jointly, as a ``torch.distributions`` object."""
         raise NotImplementedError

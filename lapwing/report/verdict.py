@@ -337,7 +337,7 @@ def find_uncertain_inputs(
         batches = ((each, batch) for each, source in sources for batch in batches_of(each.network, source))
         for posterior, batch in batches:
             each = label_batch(posterior, batch, "data")
-            predictive = posterior.posterior.predict(each.inputs)
+            predictive: Any = posterior.posterior.predict(each.inputs)
             measure, column, uncertainty = _uncertainty(predictive)
             if _is_number(each.inputs):
                 line.append((each.inputs.cpu(), each.targets.cpu()))

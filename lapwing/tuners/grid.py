@@ -230,7 +230,7 @@ class _Pass:
     counts: Tensor
     sizes: Tensor
 
-    def add(self, cell: Cell, belief: FunctionBelief, y: Tensor, folds: Iterable[Any], metric: Metric) -> None:
+    def add(self, cell: Cell, belief: FunctionBelief, y: Tensor, folds: Iterable[Tensor], metric: Metric) -> None:
         """Add the scores of a candidate on one chunk of the data; ``folds`` has an index of the rows of each fold."""
         for k, rows in enumerate(folds):
             part = belief.rows(rows)
@@ -272,7 +272,7 @@ def _one_pass(candidates: Sequence[Posterior], data: Data, metric: Metric, folds
     return _Pass(*data.processes.sum([totals, sums.counts, sums.sizes]))
 
 
-def _storages(value: Any) -> dict[int, int]:
+def _storages(value: object) -> dict[int, int]:
     """Return the bytes of all tensors in the value by their address, so that shared memory counts once."""
     if isinstance(value, Tensor):
         return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()}
