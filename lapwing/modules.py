@@ -149,7 +149,8 @@ def _shared_axes(covariance: Tensor) -> SharedAxes | None:
     blocks = turned.diagonal(dim1=1, dim2=2).permute(2, 0, 1)  # (C, D, D)
     _, inputs = eigh(_symmetric(blocks.sum(0)))
     weights = torch.einsum("kij,ia,ja->ka", blocks, inputs, inputs)
-    whole = torch.einsum("ck,dk,ia,ja,ka->icdj", outputs, outputs, inputs, inputs, weights)
+    pairs = torch.einsum("ck,dk,ka->cda", outputs, outputs, weights)  # in two steps: one would form all six axes
+    whole = torch.einsum("cda,ia,ja->icdj", pairs, inputs, inputs)
     gap = (whole - covariance).abs().max()
     return (
         SharedAxes(outputs, inputs, weights.clamp_min(0))

@@ -289,6 +289,13 @@ def test_a_covariance_with_shared_axes_takes_the_shorter_form() -> None:
     assert_close(form(A), expected(covariance))
 
 
+def test_a_wide_layer_takes_the_memory_of_its_covariance() -> None:
+    """All six axes of the shorter form would be 17 GB here; the covariance is 13 MB."""
+    wide = nn.Sequential(nn.Linear(INPUTS, 127), nn.Tanh(), nn.Linear(127, 10))
+    posterior = lw.fit(wide, [(X, torch.arange(ROWS) % 10)], "classification", method=lw.Kron(), prior=0.5, **LAST)
+    assert_near(posterior.as_module("probs")(Z), posterior.predict(Z).probs, LIMIT)
+
+
 def test_no_spread() -> None:
     assert NoForm()(A[:, :C]).shape == (QUADRATIC_ROWS, C, C)
     assert float(NoForm()(A[:, :C]).abs().max()) == 0
