@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -306,6 +307,23 @@ def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:
     first.write_bytes(first.read_bytes()[:-9])
     with pytest.raises(FileError, match="cannot be read"):
         run(fails_once)
+
+
+def test_a_process_that_ends_names_its_fold_and_the_others_are_kept(tmp_path: Path) -> None:
+    x = inputs(60)
+    y = labels(x)
+
+    def dies(rows: Tensor, seed: int) -> nn.Module:
+        if seed == 1:
+            os._exit(3)
+        return trained(x[rows], y[rows], 3)
+
+    with pytest.raises(ModelError, match=r"fold 1: the process that trained it ended without a result\. The others"):
+        lw.crossfit(
+            dies, (x, y), "classification", model=trained(x, y, 3), folds=3, folder=tmp_path, workers=2,
+            method=lw.Diagonal(),
+        )  # fmt: skip
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["fold0", "fold2"]
 
 
 def wrong_recipes() -> Iterator[tuple[str, Any, type[Exception], str]]:
