@@ -28,7 +28,7 @@ class Estimators:
     """Settings: tables, numbers of labelled rows, and seeds, each another draw of the rows and of the network.
 
     Both rules have the same rows. Without ``cv`` the estimators hold out 15 % of them, to stop the training, and from
-    100 such rows on to calibrate.
+    100 such rows on to calibrate. A repeat is a table and a seed.
     """
 
     data_dir: Path | None = None
@@ -86,4 +86,5 @@ class Estimators:
             else:
                 scores["accuracy"] = lw.metrics.accuracy(predictive.probs, y[test])
                 scores["ECE"] = lw.metrics.ece(predictive.probs, y[test])
-            yield Record(f"{name}, {n} rows", rule, int(seed), scores, seconds)
+            repeat = 100 * self.tables.index(name) + int(seed)
+            yield Record(f"{'numbers' if is_number else 'classes'}, {n} rows", rule, repeat, scores, seconds)
