@@ -42,7 +42,7 @@ class Estimators:
 
     name: ClassVar[str] = "estimators"
     title: ClassVar[str] = "cv=5 of LapwingClassifier and LapwingRegressor against their held-out rows"
-    choosing: ClassVar[tuple[str, ...]] = ("tables", "sizes", "seeds")
+    choosing: ClassVar[tuple[str, ...]] = ("sizes", "seeds")
     columns: ClassVar[tuple[str, ...]] = ("NLL", "accuracy", "RMSE", "coverage 95 %")
 
     @classmethod
