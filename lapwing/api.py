@@ -122,7 +122,8 @@ def fit(
             are any. Weights that this part does not depend on are left out. Files hold the choice.
         generator: The source of randomness for methods that draw; a fixed seed if None, so equal calls give equal
             results.
-        progress: Whether to show progress bars (needs tqdm); None shows them on a terminal.
+        progress: Whether to show progress bars (needs tqdm); None shows them on a terminal. Where there are none, long
+            fits say every half minute where they are, as INFO of the logger "lapwing.progress".
         process_group: The processes that fit together, such as ``torch.distributed.group.WORLD`` under torchrun: each
             calls ``fit`` with its part of the data (``lw.samples.Part``), and all get the same posterior. None, the
             default, is this process alone. See docs/scale.md.

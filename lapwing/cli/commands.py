@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import platform
@@ -57,7 +58,7 @@ from lapwing.fitted import Fitted
 from lapwing.predictives.base import LabelPredictive, NumberPredictive
 from lapwing.registry import LIKELIHOODS, METHODS, find_likelihood
 from lapwing.runtime.settings import NONE, POSITIVE, one_of
-from lapwing.runtime.threads import should_show_progress
+from lapwing.runtime.threads import LOG, should_show_progress
 
 
 @dataclass(frozen=True)
@@ -406,7 +407,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_failure("an argument has a NUL character, which no path or name has; leave it out.", FAILED)
     arguments = _parser().parse_args(words, Namespace(words=words))
     try:
-        with working_folder_first(), redirect_stdout(sys.stderr), warnings_in_a_line():
+        with working_folder_first(), redirect_stdout(sys.stderr), warnings_in_a_line(), progress_in_lines():
             outcome = COMMANDS[arguments.command].run(arguments)
     except KeyboardInterrupt:
         return _print_failure("interrupted.", INTERRUPTED)
@@ -484,6 +485,20 @@ def in_options(text: str) -> str:
     for argument, flag in ADVICE.items():
         text = text.replace(argument, flag)
     return text
+
+
+@contextmanager
+def progress_in_lines() -> Iterator[None]:
+    """Write where a long command is as a line each half minute meanwhile, where no terminal has a bar."""
+    handler, level = logging.StreamHandler(sys.stderr), LOG.level
+    handler.setFormatter(logging.Formatter("lapwing: %(message)s"))
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.setLevel(level)
 
 
 @contextmanager

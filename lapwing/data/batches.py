@@ -530,7 +530,7 @@ class Data:
         reading = None if self.in_memory else Reading()
         sketching = Sketching() if self.keep_sketch and self.readings.sketching is None else None
         rows, share = 0, self.share
-        items = ProgressBar(self.source, label, visible=True) if self.progress and label else self.source
+        items = ProgressBar(self.source, label, self.progress) if label else self.source
         for position, item in enumerate(self._read(items)):
             batch = to_batch(item, self.target_key, self.dtype)
             if batch.targets.numel() == 0 and any(t.numel() == 0 for t in tensors_in(batch.inputs)):

@@ -348,7 +348,7 @@ class InputStream:
     def _check_inputs(self) -> Iterator[Inputs]:
         """Yield the inputs of all batches that have rows, on the device; raise if there are none."""
         empty = True
-        items = ProgressBar(self.source, "predicting", visible=True) if self.progress else self.source
+        items = ProgressBar(self.source, "predicting", self.progress)
         for position, item in enumerate(read_items(items, undisturbed)):
             item = item if self.dtype is None else as_tensors(item, self.dtype)
             inputs = move_inputs(self._inputs(item, position), self._move)

@@ -26,6 +26,7 @@ Numbers are drawn on the device of the generator and then moved, so that one see
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import signal
 import sys
@@ -275,14 +276,42 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 _SHOWING: ContextVar[bool] = ContextVar("showing", default=False)
 
 
+LOG = logging.getLogger("lapwing.progress")
+EVERY = 30.0  # seconds between two messages
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+@dataclass(eq=False)
+class _Whereabouts:
+    """The loops of a call that have no visible bar, and when they were last logged; mutable, one for each call."""
+
+    start: float = field(default_factory=_now)
+    last: float = field(default_factory=_now)
+    running: list[ProgressBar[Any]] = field(default_factory=list)
+
+    def log(self) -> None:
+        """Log where the loops are if the last message is long ago."""
+        now = _now()
+        if now - self.last >= EVERY:
+            self.last = now
+            LOG.info("%s, after %.0f s", "; ".join(bar.place for bar in self.running), now - self.start)
+
+
+_WHEREABOUTS: ContextVar[_Whereabouts | None] = ContextVar("whereabouts", default=None)
+
+
 @contextmanager
 def show_inner_progress(visible: bool) -> Iterator[None]:
     """Let computations that know no data show their progress meanwhile, in this thread."""
-    token = _SHOWING.set(visible)
+    token, call = _SHOWING.set(visible), _WHEREABOUTS.set(_WHEREABOUTS.get() or _Whereabouts())
     try:
         yield
     finally:
         _SHOWING.reset(token)
+        _WHEREABOUTS.reset(call)
 
 
 def should_show_progress(progress: bool | None) -> bool:
@@ -310,6 +339,8 @@ def is_showing() -> bool:
 class ProgressBar(Generic[T]):
     """An iteration over ``items`` with a progress bar, if it is ``visible`` and tqdm is installed.
 
+    Without a bar, long ones say where they are by ``logging``, as INFO of "lapwing.progress" every half minute.
+
     ``first`` is the number of items that an earlier run has done; ``leave`` keeps the finished bar on the screen.
 
     >>> list(ProgressBar(range(3), "learning", visible=False))
@@ -317,39 +348,57 @@ class ProgressBar(Generic[T]):
     """
 
     def __init__(self, items: Iterable[T], label: str, visible: bool, first: int = 0, leave: bool = False) -> None:
-        self._items, self._bar = items, _bar(items, label, first, leave) if visible else None
+        self._items, self._label, self._first, self._done, self._text = items, label, first, first, ""
+        self._bar = _bar(self._total, label, first, leave) if visible else None
 
     def __iter__(self) -> Iterator[T]:
+        call = _WHEREABOUTS.get() or _Whereabouts()
+        call.running.append(self)
         try:
             for item in self._items:
                 poll()
                 yield item
+                self._done += 1
                 if self._bar is not None:
                     self._bar.update()
+                else:
+                    call.log()
         finally:
+            call.running.remove(self)
             if self._bar is not None:
                 self._bar.close()
 
+    @property
+    def _total(self) -> int | None:
+        try:
+            return self._first + len(self._items)  # type: ignore[arg-type]
+        except TypeError:  # no length, such as a loader over a stream
+            return None
+
+    @property
+    def place(self) -> str:
+        """Where the iteration is, in words."""
+        total = "" if self._total is None else f" of {self._total:,}"
+        return f"{self._label}: {self._done:,}{total}{self._text and f' ({self._text})'}"
+
     def show(self, **numbers: float) -> None:
         """Show these numbers by name beside the bar."""
+        self._text = ", ".join(f"{name} {value:.5g}" for name, value in numbers.items())
         if self._bar is not None:
             self._bar.set_postfix({name: f"{value:.5g}" for name, value in numbers.items()}, refresh=False)
 
     def show_text(self, text: str) -> None:
         """Show this text beside the bar at once."""
+        self._text = text
         if self._bar is not None:
             self._bar.set_postfix_str(text)
 
 
-def _bar(items: Iterable[object], label: str, first: int, leave: bool) -> Any:
+def _bar(total: int | None, label: str, first: int, leave: bool) -> Any:
     try:
         from tqdm.auto import tqdm
     except ImportError:
         return None
-    try:
-        total = first + len(items)  # type: ignore[arg-type]
-    except TypeError:  # no length, such as a loader over a stream
-        total = None
     return tqdm(total=total, initial=first, desc=label, leave=leave)
 
 

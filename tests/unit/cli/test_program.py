@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -122,6 +123,16 @@ def test_bars_are_shown_on_a_terminal_alone(run: Run, tmp_path: Path, monkeypatc
         run(FIT, "--out", str(tmp_path / "two"))
     assert "\r" in terminal.getvalue()
     assert terminal.getvalue().endswith(" \r")  # blanks over the last bar
+
+
+def test_off_a_terminal_long_commands_say_where_they_are(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lapwing.runtime.threads.EVERY", 0.0)
+    ran = run(FIT, "--out", str(tmp_path / "one"))
+    assert ran.code == 0
+    assert re.search(r"^lapwing: \w[\w ]*: 1 of 1, after 0 s$", ran.err, re.MULTILINE)
+    assert "after" not in ran.out
 
 
 def test_words_may_come_from_a_file(run: Run, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -227,6 +229,65 @@ def test_without_tqdm_it_still_yields_all_items(
     for _ in bar:
         bar.show(objective=1.0)
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """The messages of the library's loggers."""
+    found: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("lapwing")
+    handler.emit = lambda record: found.append(f"{record.name}: {record.getMessage()}")  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield found
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+
+
+LOGGED = "lapwing.progress: "
+
+
+def test_without_a_bar_long_work_says_where_it_is_by_logging(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    assert list(ProgressBar(range(2), "learning", visible=False)) == [0, 1]
+    assert messages == []  # it was short
+    monkeypatch.setattr(interrupts, "EVERY", 0.0)
+    list(ProgressBar(range(2), "learning", visible=True))
+    assert messages == []  # there was a bar
+    outer = ProgressBar(range(3, 5), "training", visible=False, first=3)
+    with interrupts.show_inner_progress(False):
+        for _ in outer:
+            outer.show(loss=0.25)
+            list(ProgressBar(iter("a"), "loss", visible=False))
+    assert messages == [
+        f"{LOGGED}{place}, after 0 s"
+        for place in (
+            "training: 3 of 5 (loss 0.25); loss: 1", "training: 4 of 5 (loss 0.25)",
+            "training: 4 of 5 (loss 0.25); loss: 1", "training: 5 of 5 (loss 0.25)",
+        )
+    ]  # fmt: skip
+
+
+def test_messages_of_one_call_are_half_a_minute_apart(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
+    """However many loops it has, and each call counts anew."""
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: float(next(clock)))
+    for _ in range(2):
+        with interrupts.show_inner_progress(False):
+            for _ in range(4):
+                list(ProgressBar(range(2), "pass", visible=False))
+    assert messages == [f"{LOGGED}pass: {each}" for each in ("1 of 2, after 40 s", "2 of 2, after 70 s")] * 2
+
+
+def test_a_long_fit_off_a_terminal_says_where_it_is(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
+    monkeypatch.setattr(interrupts, "EVERY", 0.0)
+    x = torch.linspace(-1, 1, 12)[:, None]
+    net = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
+    lw.fit(net, [(x[:6], x[:6].sin()), (x[6:], x[6:].sin())], "regression", progress=False)
+    places = [message.removeprefix(LOGGED) for message in messages]
+    assert any(re.match(r"\w[\w ]*: 2 of 2, after \d+ s$", place) for place in places)
+    assert any(place.startswith("eigendecompositions: ") for place in places)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
