@@ -278,21 +278,21 @@ def count_of(prediction: Any) -> int:
     return len(prediction.pit) if isinstance(prediction, Residuals) else prediction.mean.numel()
 
 
-def observed_coverage(prediction: Any, y: Any, levels: Sequence[float] = LEVELS) -> list[float]:
-    """Return the share of targets inside the central intervals of each level.
+def observed_coverage(prediction: Any, y: Any) -> list[float]:
+    """Return the share of targets inside the central intervals of each of ``LEVELS``.
 
     Raises:
         UnsupportedError: It is a prediction of labels, which have no intervals.
     """
     if isinstance(prediction, Residuals):
-        return prediction.coverage(levels).tolist()
+        return prediction.coverage(LEVELS).tolist()
     if not is_of_numbers(prediction):
         raise UnsupportedError(
             f"the prediction is a {type(prediction).__name__} without intervals; expected one of numbers, as of "
             "regression or counts. For labels use lw.plots.reliability."
         )
     y = as_outputs(prediction, y)
-    ends = [prediction.interval(level) for level in levels]
+    ends = [prediction.interval(level) for level in LEVELS]
     return [coverage(low, high, y) for low, high in ends]
 
 

@@ -29,10 +29,8 @@ from lapwing.plots import (
     EvidenceCurve,
     Residuals,
     new_axis,
-    observed_coverage,
     reliability_points,
     risk_of,
-    separate,
     thin_rows,
     trace_with_steps,
 )
@@ -297,13 +295,13 @@ SIZE = (4.0, 3.1)  # inches: text stays readable on a phone
 
 def score_pictures(evaluation: Evaluation) -> Iterator[tuple[Picture, Any]]:
     """Yield pictures of predictions beside targets, of the plain network and the posterior, each with its numbers."""
-    each = separate(evaluation)
+    each = evaluation.by_network
     yield _intervals(each) if isinstance(each["posterior"], Residuals) else _reliability(each)
     yield _risk(each)
 
 
 def _intervals(each: Mapping[str, Any]) -> tuple[Picture, Any]:
-    coverages = {name: observed_coverage(found, None) for name, found in each.items()}
+    coverages = {name: found.coverage(LEVELS).tolist() for name, found in each.items()}
     inside = {name: percent(values[LEVELS.index(0.9)]) for name, values in coverages.items()}
     alt = (
         f"Coverage of intervals. The 90 % intervals of the posterior hold {inside['posterior']} of the targets, those "

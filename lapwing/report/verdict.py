@@ -18,7 +18,7 @@ from torch import Tensor
 from lapwing.decisions.collecting import LabelledBatch, batches_of, label_batch, source_of
 from lapwing.decisions.evaluation import ClassFrequency, Evaluation
 from lapwing.metrics import ece
-from lapwing.plots import AnswerProbabilities, Residuals, normal_half_width, observed_coverage, separate, wilson
+from lapwing.plots import AnswerProbabilities, Residuals, normal_half_width, wilson
 from lapwing.predictives.base import LabelPredictive, NumberPredictive, Predictive
 
 if TYPE_CHECKING:
@@ -62,17 +62,16 @@ def verdict_of(evaluation: Evaluation, has_spread: bool = True) -> Verdict:
         evaluation: What ``posterior.evaluate(data)`` returns.
         has_spread: Whether the posterior has error bars at all; the plain network has none.
     """
-    found = separate(evaluation)["posterior"]
-    real = isinstance(found, Residuals)
-    inputs = evaluation.inputs
-    calibrated = _intervals(evaluation, found) if real else _probabilities(evaluation, found)
-    better = _better(evaluation, has_spread)
-    trust = _doubtful_numbers(found) if real else _doubtful_labels(found)
+    found = evaluation.by_network["posterior"]
+    if isinstance(found, Residuals):
+        stated, calibrated, trust = "error bars", _intervals(evaluation, found), _doubtful_numbers(found)
+    else:
+        stated, calibrated, trust = "probabilities", _probabilities(evaluation, found), _doubtful_labels(found)
+    better, inputs = _better(evaluation, has_spread), evaluation.inputs
     scored = "1 input was" if inputs == 1 else f"{inputs} inputs were"
     few = f" Only {scored} scored, so that little can be told." if inputs < FEW else ""
-    first = f"The error bars {calibrated.short}" if real else f"The probabilities {calibrated.short}"
     also = "but" if {calibrated.mark, better.mark} == {"good", "bad"} else "and"
-    sentences = f"{first}, {also} the predictions {better.short}. {trust.short}{few}"
+    sentences = f"The {stated} {calibrated.short}, {also} the predictions {better.short}. {trust.short}{few}"
     return Verdict(sentences, (calibrated, better, trust))
 
 
@@ -157,7 +156,7 @@ def _intervals(evaluation: Evaluation, found: Residuals) -> Answer:
     count = evaluation.inputs  # outputs of one input may depend on each other
     shares = {evaluation.level: evaluation["coverage"].posterior.value}
     if any(row.name == "cqm" for row in evaluation.rows):  # counts have no intervals of exactly 50 %
-        shares[0.5] = observed_coverage(found, None, [0.5])[0]
+        shares[0.5] = found.coverage([0.5]).item()
     level, *others = shares
     says = f"{percent(level)} intervals hold {percent(shares[level])} of the targets"
     says += "".join(f", {percent(other)} intervals {percent(shares[other])}" for other in others)
