@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lapwing.decisions import evaluation
 from lapwing.decisions.collecting import align_columns, decimals_of, interval_parts, interval_text, write_json
-from lapwing.decisions.evaluation import (
-    PLAIN,
-    Bootstrap,
-    explain_scores,
-    matters,
-    plain_of,
-    score_posteriors,
-    title_of,
-    warn_of_other_units,
-)
+from lapwing.decisions.evaluation import PLAIN
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.metrics import ScoreInterval
@@ -243,9 +235,9 @@ class Evaluations:
             costs = (f"{row.seconds:.2g}", f"{row.weights:,}", stored)
             behind = (interval_text(row.behind, size=size), row.verdict)
             table.append((row.name, interval_text(row.scores["nll"], decimals), *behind, *scores, *costs))
-        title = title_of(self.inputs, self.data, self.task, self.confidence)
+        title = evaluation.title_of(self.inputs, self.data, self.task, self.confidence)
         return "\n".join([
-            title, *align_columns(table), "", *explain_scores(["nll", *others], self.task),
+            title, *align_columns(table), "", *evaluation.explain_scores(["nll", *others], self.task),
             *(f"Note: {finding}" for finding in self.findings),
         ])  # fmt: skip
 
@@ -322,11 +314,11 @@ def evaluate(
         FITTED.check(repr(name), fitted)
     compared = {name: (fitted, fitted.posterior) for name, fitted in posteriors.items()}
     plain = _plain_networks(posteriors)
-    found = score_posteriors([{**compared, **plain}], [data], level, target_key, progress)
+    found = evaluation.score_posteriors([{**compared, **plain}], [data], level, target_key, progress)
     tasks = {name: each.scoring.task for name, each in found.items()}
     if len(set(tasks.values())) > 1:
         raise DataError(f"the posteriors predict different things: {tasks}; expected one task for all.")
-    bootstrapped = Bootstrap.of(found, level, confidence, resamples, generator)
+    bootstrapped = evaluation.Bootstrap.of(found, level, confidence, resamples, generator)
     order = sorted(found, key=lambda name: float(bootstrapped.score(name, 0)[0]))
     rows = tuple(
         Evaluated(
@@ -337,17 +329,17 @@ def evaluate(
     )  # fmt: skip
     one = found[order[0]]
     findings = tuple(dict.fromkeys(each for name, (fitted, _) in compared.items()
-                                   for each in warn_of_other_units(fitted, found[name])))  # fmt: skip
+                                   for each in evaluation.warn_of_other_units(fitted, found[name])))  # fmt: skip
     return Evaluations(rows, one.scoring.task, one.data.inputs, len(one.data.values), level, confidence, findings)
 
 
-def _behind(bootstrapped: Bootstrap, name: str, best: str) -> tuple[ScoreInterval, str]:
+def _behind(bootstrapped: evaluation.Bootstrap, name: str, best: str) -> tuple[ScoreInterval, str]:
     """Return the NLL of a posterior less that of the best, and whether it is worse, by the rule of ``evaluate``."""
     (own, drawn), (least, least_drawn) = (bootstrapped.score(each, 0) for each in (name, best))
     behind = bootstrapped.interval(own - least, drawn - least_drawn)
     unit = bootstrapped.scores[name][0].unit
     size = max(abs(float(own)), abs(float(least))) if unit is None else unit
-    worse = "worse" if matters(behind, size, bootstrapped.inputs) else "undecided"
+    worse = "worse" if evaluation.matters(behind, size, bootstrapped.inputs) else "undecided"
     return behind, "" if name == best else worse
 
 
@@ -359,7 +351,7 @@ def _plain_networks(posteriors: Mapping[str, Fitted]) -> dict[str, tuple[Fitted,
     given = {id(each.network.model) for each in posteriors.values() if not each.posterior.has_spread}
     alone = len(first) == 1 and PLAIN not in posteriors
     return {
-        PLAIN if alone else f"{PLAIN} of {name}": (posteriors[name], plain_of(posteriors[name]))
+        PLAIN if alone else f"{PLAIN} of {name}": (posteriors[name], evaluation.plain_of(posteriors[name]))
         for model, name in first.items() if model not in given
     }  # fmt: skip
 

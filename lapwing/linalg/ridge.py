@@ -23,17 +23,7 @@ from torch import Tensor
 
 from lapwing.data.inputs import check_finite, refuse_meta
 from lapwing.errors import DataError, NumericalError
-from lapwing.linalg.krylov import (
-    BlockKrylov,
-    DeflatedSpectrum,
-    Logdet,
-    RandomisedEigenpairs,
-    block_krylov,
-    random_signs,
-    randomised_eigenpairs,
-    residual_sizes,
-    solve_samples,
-)
+from lapwing.linalg import krylov
 from lapwing.linalg.operators import (
     DerivedDesign,
     Design,
@@ -493,8 +483,8 @@ class RidgeCache:
     spectra by number of probes and steps, and the last ridge that was returned for another scale.
     """
 
-    basis: BlockKrylov | None = None
-    spectra: dict[tuple[int, int], DeflatedSpectrum] = field(default_factory=dict)
+    basis: krylov.BlockKrylov | None = None
+    spectra: dict[tuple[int, int], krylov.DeflatedSpectrum] = field(default_factory=dict)
     rescaled: Ridge | None = None
 
 
@@ -577,13 +567,15 @@ class Ridge:
             near = None if start is None else start[done:].double() * self._root / phi**0.5
             rhs, apply = self._rhs(shift, slice(done, None)), lambda v: self.product(v) + shift * v
             noise = shift**0.5 * self.prior[done:]
-            rest = solve_samples(apply, rhs, noise, tolerance, self.float64_hint, near, basis.inverse_root(shift))
+            rest = krylov.solve_samples(
+                apply, rhs, noise, tolerance, self.float64_hint, near, basis.inverse_root(shift)
+            )
             rows, residuals, iterations = [*rows, rest.x], [*residuals, rest.residuals], iterations + rest.iterations
         solved = self._divide_by_root(torch.cat(rows) * phi**0.5)
         return Solution(solved, torch.cat(residuals), iterations, tolerance)
 
     def descend(
-        self, alpha: float, phi: float, descend: Callable[[Perturbed, RandomisedEigenpairs], Solution]
+        self, alpha: float, phi: float, descend: Callable[[Perturbed, krylov.RandomisedEigenpairs], Solution]
     ) -> Solution:
         """Solve for the draws of ``samples`` by stochastic descent, beside the leading eigenvectors."""
         if self.eps is None:
@@ -593,11 +585,11 @@ class Ridge:
         return replace(solution, x=self._divide_by_root(solution.x * phi**0.5))
 
     @cached_property
-    def leading(self) -> RandomisedEigenpairs:
+    def leading(self) -> krylov.RandomisedEigenpairs:
         """At most ``LEADING`` leading eigenpairs of the Gram matrix, as many as fit into a third of ``bytes``."""
         rank = max(1, min(LEADING, self.bytes // (24 * self.design.size)))
         generator = torch.Generator().manual_seed(self.seed)
-        return randomised_eigenpairs(self.product, self.design.size, rank, generator, self.prior.device, TURNS)
+        return krylov.randomised_eigenpairs(self.product, self.design.size, rank, generator, self.prior.device, TURNS)
 
     def rescale(self, scale: Tensor) -> Ridge:
         """Return a ridge with the same noise and another D (P,); the last one is cached."""
@@ -620,17 +612,17 @@ class Ridge:
         return images
 
     @property
-    def basis(self) -> BlockKrylov:
+    def basis(self) -> krylov.BlockKrylov:
         """The Krylov basis of the Gram matrix, as large as solves have needed so far."""
         basis = self.cache.basis
         if basis is None:
             start = torch.cat([self.prior[: self._n_first], self._divide_by_root(self.back)[: self._n_first]])
             rounding = 10 * float(torch.finfo(self.design.like.dtype).eps)
-            basis = block_krylov(self.product, start, FIRST, tolerance=rounding, max_basis=self._max_basis)
+            basis = krylov.block_krylov(self.product, start, FIRST, tolerance=rounding, max_basis=self._max_basis)
             self.cache.basis = basis
         return basis
 
-    def basis_reaching(self, shift: float, tolerance: float) -> BlockKrylov:
+    def basis_reaching(self, shift: float, tolerance: float) -> krylov.BlockKrylov:
         """Return the basis, grown until it solves for the first samples at this shift or may not grow any more."""
         basis = self.basis
         while not basis.exhausted and len(basis.rows) + len(basis.ahead) <= self._max_basis:
@@ -642,7 +634,7 @@ class Ridge:
             self.cache.basis = basis = basis.extend(self.product, GROWTH, max_basis=self._max_basis)
         return basis
 
-    def logdet(self, shift: Tensor, probes: int, steps: int) -> Logdet:
+    def logdet(self, shift: Tensor, probes: int, steps: int) -> krylov.Logdet:
         """Estimate log det(I + A/shift) for A = D^-½ XᵀX D^-½, differentiable in the shift.
 
         Eigenvalues that the basis contains are exact; the rest is estimated. Cost: that of ``spectrum``, once for all
@@ -650,15 +642,17 @@ class Ridge:
         """
         return self.spectrum(probes, steps).logdet(shift)
 
-    def spectrum(self, probes: int, steps: int) -> DeflatedSpectrum:
+    def spectrum(self, probes: int, steps: int) -> krylov.DeflatedSpectrum:
         """Estimate the spectrum of the Gram matrix; again only if the basis has doubled since the last estimate.
 
         Cost: ``steps`` products of ``probes`` rows.
         """
         cached = self.cache.spectra.get((probes, steps))
         if cached is None or len(self.basis.rows) >= 2 * cached.rank:
-            rows = random_signs(probes, self.design.size, torch.Generator().manual_seed(self.seed), self.prior.device)
-            cached = DeflatedSpectrum.of(self.product, self.basis, rows, steps)
+            rows = krylov.random_signs(
+                probes, self.design.size, torch.Generator().manual_seed(self.seed), self.prior.device
+            )
+            cached = krylov.DeflatedSpectrum.of(self.product, self.basis, rows, steps)
             self.cache.spectra[probes, steps] = cached
         return cached
 
@@ -685,10 +679,10 @@ class Ridge:
         """Return the right-hand sides √shift ζ + D^-½ Xᵀε of some samples."""
         return shift**0.5 * self.prior[some] + self._divide_by_root(self.back[some])
 
-    def _first_samples(self, basis: BlockKrylov, shift: float, tolerance: float) -> Solution:
+    def _first_samples(self, basis: krylov.BlockKrylov, shift: float, tolerance: float) -> Solution:
         """Solve for the first samples in the basis, whether they converge or not."""
         count = self._n_first
-        sizes = residual_sizes(shift**0.5 * self.prior[:count], self._rhs(shift, slice(count)), tolerance)
+        sizes = krylov.residual_sizes(shift**0.5 * self.prior[:count], self._rhs(shift, slice(count)), tolerance)
         # The right-hand sides √shift ζ + Xᵀε are combinations of the start block [ζ_1.., Xᵀε_1..].
         eye = torch.eye(count, dtype=torch.float64, device=basis.start.device)
         weights = torch.cat([shift**0.5 * eye, eye], 1)

@@ -20,18 +20,7 @@ from lapwing.data.inputs import Batch, Inputs, check_finite
 from lapwing.data.streams import DrawnRows, class_labels
 from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.linalg.dense import (
-    centres_by_class,
-    check_kernel,
-    cholesky,
-    eigh,
-    eigvalsh,
-    greedy_pivots,
-    smooth_whitening,
-    svd,
-    trace_pivots,
-    whitening,
-)
+from lapwing.linalg import dense
 from lapwing.linalg.stochastic import Inducing
 from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload
 from lapwing.networks.network import Network
@@ -100,7 +89,7 @@ class AnchoredCurvature(Curvature):
     def values(self) -> Tensor:
         """The nonzero eigenvalues of H̃, (r,)."""
         one = Isotropic(1.0).bound(self.selection, self.mix)
-        return eigvalsh(AnchoredRows(self.anchors, self.mix).gram(one)).clamp_min(0)
+        return dense.eigvalsh(AnchoredRows(self.anchors, self.mix).gram(one)).clamp_min(0)
 
     @cached_property
     def anchored_diagonal(self) -> Tensor:
@@ -138,7 +127,7 @@ class AnchoredCurvature(Curvature):
         """
         if self.ggn_diagonal is None:
             return ()
-        values = eigvalsh(AnchoredRows(self.anchors, self.mix).gram(prior)).clamp_min(0) / phi.to(self.mix)
+        values = dense.eigvalsh(AnchoredRows(self.anchors, self.mix).gram(prior)).clamp_min(0) / phi.to(self.mix)
         whole = float((self.ggn_diagonal.double() / prior.vector.double()).sum() / phi.double())
         missing = max(0.0, whole - float(values.sum()))
         carried, left = float((values / (1 + values)).sum()), max(1.0, min(rows, self.selection.size) - len(values))
@@ -277,8 +266,8 @@ class SubspaceCurvature(Stored, Curvature):
 
     def precision(self, phi: Tensor, prior: BoundPrior) -> SubspacePrecision:
         inside = (self.directions * prior.vector.to(self.gram)) @ self.directions.mT  # D A Dᵀ, (K, K)
-        posterior_root = cholesky(self.gram / phi.to(self.gram) + inside, "the subspace")
-        prior_root = cholesky(inside, "the subspace")
+        posterior_root = dense.cholesky(self.gram / phi.to(self.gram) + inside, "the subspace")
+        prior_root = dense.cholesky(inside, "the subspace")
         outside = prior.logdet().double() - 2 * prior_root.diagonal().log().sum()
         logdet = outside + 2 * posterior_root.diagonal().log().sum()
         return SubspacePrecision(self.directions, posterior_root, prior_root, logdet)
@@ -293,9 +282,9 @@ class SubspaceCurvature(Stored, Curvature):
     @cached_property
     def _values(self) -> Tensor:
         """The eigenvalues of H within the span of the directions, in an orthonormal basis."""
-        root = cholesky(self.directions @ self.directions.mT, "the directions")
+        root = dense.cholesky(self.directions @ self.directions.mT, "the directions")
         half = torch.linalg.solve_triangular(root, self.gram, upper=False)
-        return eigvalsh(torch.linalg.solve_triangular(root, half.mT, upper=False)).clamp_min(0)
+        return dense.eigvalsh(torch.linalg.solve_triangular(root, half.mT, upper=False)).clamp_min(0)
 
     @cached_property
     def inner_diagonal(self) -> Tensor:
@@ -307,7 +296,7 @@ class SubspaceCurvature(Stored, Curvature):
         return floor_by_layer(self.inner_diagonal.clamp_min(0), self.selection)
 
 
-PIVOTS = {"greedy": greedy_pivots, "trace": trace_pivots}
+PIVOTS = {"greedy": dense.greedy_pivots, "trace": dense.trace_pivots}
 STARTS = (*PIVOTS, "kmeans", "random")
 COPIES = 3  # float64 chunks of rows that a kernel between rows holds: two, and one that is being computed
 
@@ -422,7 +411,7 @@ class Placement:
         if name in PIVOTS:
             total = len(self.pool) * self.outputs
             numbers = self._random(total).argsort()[: max(candidates, count)].cpu()
-            pivots = PIVOTS[name](check_kernel(self._by_number(numbers).kernel(prior)), count)
+            pivots = PIVOTS[name](dense.check_kernel(self._by_number(numbers).kernel(prior)), count)
             return self._by_number(numbers[pivots.cpu()])
         outputs = torch.arange(count, device=self.network.device) % self.outputs  # in turn
         if name == "kmeans" and isinstance(self.pool.inputs, Tensor) and self.pool.inputs.is_floating_point():
@@ -432,7 +421,7 @@ class Placement:
     def _centres(self, outputs: Tensor) -> Anchors:
         """Return centres of the inputs for each of these outputs; of the inputs of its class if targets are classes."""
         inputs, labels = self.pool.inputs, class_labels(self.pool.targets, self.outputs)
-        centres = centres_by_class(inputs.flatten(1), labels, outputs, self.generator)
+        centres = dense.centres_by_class(inputs.flatten(1), labels, outputs, self.generator)
         return Anchors(self.network, centres.reshape(-1, *inputs.shape[1:]), outputs)
 
     def _random_inputs(self, outputs: Tensor) -> Anchors:
@@ -545,7 +534,7 @@ class InducingPoints:
         prior = prior.with_precision(prior.values.detach() / self.log_scale.exp().to(prior.values))
         problem = replace(self.problem, prior=prior, likelihood=self.likelihood)
         if self.inducing is None:
-            white = whitening(self.anchors.kernel(prior))
+            white = dense.whitening(self.anchors.kernel(prior))
             squares, anchors = SquaredSum(problem.network), self.anchors
             rows = lambda jacobians: (anchors.against(jacobians, prior) @ white).mT
             width = 4 * len(white)
@@ -553,7 +542,7 @@ class InducingPoints:
             ggn_diagonal = squares.diagonal(data.processes)
             (mix,) = data.processes.copy_of_first([white @ _root(information)])
         else:
-            white = smooth_whitening(self.anchors.kernel(prior))
+            white = dense.smooth_whitening(self.anchors.kernel(prior))
             mix = white @ _root(self.inducing.information) * problem.likelihood.dispersion.to(white).sqrt()
             ggn_diagonal = None
             problem = problem.with_known_prior()  # learned together with the covariance
@@ -567,7 +556,7 @@ class InducingPoints:
 
 def _root(matrix: Tensor) -> Tensor:
     """Return R with R Rᵀ = matrix, for a positive semidefinite matrix."""
-    values, vectors = eigh(matrix)
+    values, vectors = dense.eigh(matrix)
     return vectors * values.clamp_min(0).sqrt()
 
 
@@ -685,8 +674,8 @@ class ELLA(Method):
         gram, statistics = curvature_within(problem, data, directions, squares)
         if squares is None:
             return WeightPosterior.fitted(problem, SubspaceCurvature(network.selection, directions, gram), statistics)
-        values, basis = eigh(gram)
-        _, singular, vectors = svd((basis * values.clamp_min(0).sqrt()).mT @ rows)
+        values, basis = dense.eigh(gram)
+        _, singular, vectors = dense.svd((basis * values.clamp_min(0).sqrt()).mT @ rows)
         part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
         diagonal = squares.diagonal(data.processes)
         return WeightPosterior.fitted(problem, BoundedCurvature(part, diagonal), statistics)
@@ -713,7 +702,7 @@ def leading_rows(anchors: Anchors, prior: BoundPrior, rank: int, cut: float = 1e
         raise NumericalError(
             "the kernel of the landmarks is not finite; expected finite numbers. Check data and network for overflow."
         )
-    values, vectors = eigh(kernel)
+    values, vectors = dense.eigh(kernel)
     values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
     real = values > cut * values[0].clamp_min(1e-300)
     if not bool(real.any()):
