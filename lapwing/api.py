@@ -333,7 +333,7 @@ def likelihood_for(given: Likelihood | str, network: Network, batch: Batch, f: T
 
 @dataclass(eq=False, repr=False)
 class FitInProgress:
-    """What a call of ``fit`` was given, and what its steps have made of it so far; see ``STEPS``."""
+    """The arguments of a call of ``fit``, and the results of its steps so far; see ``STEPS``."""
 
     model: nn.Module
     source: Iterable[object]

@@ -102,7 +102,7 @@ def train_ensemble(
 
 @dataclass(frozen=True, eq=False)
 class DataSummary:
-    """What data are, in numbers that do not depend on the order of their rows."""
+    """Numbers that describe a data set and do not depend on the order of its rows."""
 
     rows: Reading  # inputs and targets; without sums if two passes differ
     targets: Reading

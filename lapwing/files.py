@@ -32,7 +32,7 @@ PARTS = ("network", "likelihood", "prior", "posterior")
 
 @dataclass(frozen=True)
 class About:
-    """What a file says beside the posterior: its method and why it was chosen, the rows it knows, names of columns."""
+    """Facts in a file beside the posterior: its method and why it was chosen, the rows it knows, names of columns."""
 
     method: str
     why: str

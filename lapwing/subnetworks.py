@@ -119,7 +119,7 @@ def by_variance(
         A selection for ``weights`` of ``fit``; equal variances go to the first weights.
 
     Raises:
-        UnsupportedError: If n is no number of weights, or above that of the candidates.
+        UnsupportedError: If n is not a number, or above that of the candidates.
         ModelError: If a candidate does not require a gradient, or as in ``fit``.
 
     Cost: that of ``Diagonal``. Weights on which no output depends, such as those of dead units, come first: they keep
@@ -169,7 +169,7 @@ def by_swag(
         A selection for ``weights`` of ``fit``; equal variances go to the first weights.
 
     Raises:
-        UnsupportedError: If n is no number of weights, or above that of the candidates; if all data are one mini-batch.
+        UnsupportedError: If n is not a number, or above that of the candidates; if all data are one mini-batch.
         NumericalError: If SGD diverges, see ``SWAG``.
 
     Cost: ``snapshots`` epochs of training, and those that try a learning rate.
@@ -218,7 +218,7 @@ def by_gradient(
         A selection for ``weights`` of ``fit``; equal gradients go to the first weights.
 
     Raises:
-        UnsupportedError: If n is no number of weights, or above that of the candidates.
+        UnsupportedError: If n is not a number, or above that of the candidates.
 
     Cost: one forward pass and a backward pass for each output.
 
@@ -282,7 +282,7 @@ def by_magnitude(model: nn.Module, n: float, *, within: Weights | str | None = N
         A selection for ``weights`` of ``fit``; equal magnitudes go to the first weights.
 
     Raises:
-        UnsupportedError: If n is no number of weights, or above that of the candidates; if ``within`` is another rule.
+        UnsupportedError: If n is not a number, or above that of the candidates; if ``within`` is another rule.
         ModelError: If a candidate does not require a gradient.
         DataError: If a candidate is not finite.
 
@@ -313,7 +313,7 @@ def random(
         A selection for ``weights`` of ``fit``.
 
     Raises:
-        UnsupportedError: If n is no number of weights, or above that of the candidates; if ``within`` is another rule.
+        UnsupportedError: If n is not a number, or above that of the candidates; if ``within`` is another rule.
         ModelError: If a candidate does not require a gradient.
 
     >>> len(random(nn.Linear(5, 3), 7).index)
@@ -364,7 +364,7 @@ def greedy(
         A selection for ``weights`` of ``fit``. For a smaller n and the same pool it is a part of it.
 
     Raises:
-        UnsupportedError: If n is no number of weights, or above that of the candidates or the pool; if the matrices of
+        UnsupportedError: If n is not a number, or above that of the candidates or the pool; if the matrices of
             the pool take more than four times the byte budget.
 
     Cost: four passes over the data as those of ``Full`` over the pool, 2 M² N C multiplications; 1.5 M n² for the

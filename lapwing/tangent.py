@@ -387,7 +387,7 @@ def _fill_rows(matrix: Tensor, start: int, tangent: Tangent) -> int:
 
 @dataclass(frozen=True, eq=False)
 class StreamedTangent:
-    """The same by forward and backward passes over the batches, in the network's dtype; sums in float64."""
+    """The loss of the tangent model by passes over the batches, in the network's dtype; sums in float64."""
 
     network: Network
     likelihood: Likelihood

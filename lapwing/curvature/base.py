@@ -348,7 +348,7 @@ def root_seeds(root: Tensor, first: int = 0, tokens: int | None = None) -> Tenso
 
 @dataclass(frozen=True)
 class Estimate:
-    """How a curvature was estimated.
+    """The way in which a curvature was estimated.
 
     >>> print(Estimate(draws=1))
     the curvature is estimated from one label drawn for each datum; curvature='ggn' is exact.
@@ -502,7 +502,7 @@ class Sweep:
 
     @cached_property
     def estimate(self) -> Estimate | None:
-        """After the iteration, how the curvature was estimated, with its error for all data; None if it is exact."""
+        """The way in which the curvature was estimated, after the iteration, with its error; None if it is exact."""
         if not self.seeds.sampled or not any(self.processes.gather_numbers(int(self._drew))):
             return None
         return Estimate(self.seeds.draws, self.error.relative(self.processes, len(self.network.layout)))

@@ -442,7 +442,7 @@ class LowRankPrecision(Precision):
 
     @property
     def _numbers(self) -> int:
-        """How many float64 numbers ``_root_rows`` takes for each row."""
+        """The float64 numbers that ``_root_rows`` takes for each row."""
         return 6 * (self.selection.size + len(self._gram))
 
     def _root_rows(self, jacobian: LayerJacobians) -> Tensor:

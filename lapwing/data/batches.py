@@ -491,7 +491,7 @@ class Data:
 
     @cached_property
     def share(self) -> Share | None:
-        """What the sampler of the source says about the part that it gives, if it says anything."""
+        """The part of the data that the sampler of the source gives; None if it does not say."""
         return None if self.in_memory else share_of(self.source, self.name)
 
     def with_source(self, source: Loader, name: str) -> Data:

@@ -1,4 +1,4 @@
-"""Which rows of data a posterior knows, as a sketch of hashes: so that data that are used twice are noticed.
+"""The rows of data that a posterior knows, as a sketch of hashes, so that data that are used twice are noticed.
 
 A row is the inputs and the target of one sample. Its mark has 40 bits of a hash of the inputs, 22 of one of the target,
 and a bit that says whether the row repeats. A sketch keeps the rows whose inputs have the smallest hashes, at most
@@ -140,7 +140,7 @@ class RowSketch(Stored):
 
 @dataclass(frozen=True)
 class Reuse:
-    """How much of some data was used before: the share of their rows, whether all were, and how many rows they have."""
+    """The part of some data that was used before: the share of their rows, whether all were, and their number."""
 
     share: float
     whole: bool

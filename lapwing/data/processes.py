@@ -454,7 +454,7 @@ class Part(Sampler[int]):
 
 @dataclass(frozen=True)
 class Share:
-    """What the sampler of a loader says about the part of the data that it gives."""
+    """The part of the data that a loader gives, as its sampler describes it."""
 
     number: int  # of the part
     parts: int

@@ -353,7 +353,7 @@ Layout = Literal["scalar", "shared", "stacked"]
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """How the white weights u and rows of a regression relate to the weights w, features and targets of the user.
+    """The relation of white weights u and rows of a regression to the weights w, features and targets of the user.
 
     Args:
         layout: "scalar" for features (n, P) and targets (n,); "shared" for features (n, P), targets (n, C) and weights

@@ -233,7 +233,7 @@ def multiplications(call: Callable[[], object]) -> int:
 
 @dataclass(frozen=True)
 class FactorWork:
-    """What one Kronecker factor of a linear map takes."""
+    """The work of one Kronecker factor of a linear map."""
 
     nbytes: int  # sums are float64, rows have the network's dtype
     directions: int  # parts of its eigenbasis: one for each row, and one for the rest
@@ -321,7 +321,7 @@ class BlockWork:
 
 @dataclass(frozen=True)
 class KroneckerWork:
-    """What the Kronecker factors of all linear maps take, and the blocks that are not linear maps."""
+    """The work of the Kronecker factors of all linear maps, and of the blocks that are not linear maps."""
 
     workload: Workload
     full_limit: int  # entries up to which a block that is not a linear map is a matrix
@@ -657,7 +657,7 @@ def seconds_text(value: float) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a method takes, before anything is fitted."""
+    """The time and memory that a method takes, estimated before anything is fitted."""
 
     stored: int  # bytes that the posterior keeps
     fit_epochs: float  # work before the first prediction, in plain forward and backward passes over the data

@@ -135,7 +135,7 @@ class Full(SumsData, Method):
 
 @dataclass(frozen=True)
 class KernelSpace(SumsData, Method):
-    r"""The same posterior as ``Full``, from the nC rows of X = Rᵀ J: for few data and many weights.
+    r"""The posterior of ``Full``, computed from the nC rows of X = Rᵀ J: for few data and many weights.
 
     X = V S^½ U gives the eigenvalues S and eigenvectors U of the GGN. One decomposition serves the evidence, the
     variances and the samples for every prior precision and noise. X is decomposed and not the kernel X Xᵀ, because the

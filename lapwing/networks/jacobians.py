@@ -73,7 +73,7 @@ class Footprint:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """What a file keeps of it."""
+        """The numbers that a file keeps."""
         return {name: value for name, value in asdict(self).items() if name != "streams"}
 
     def for_positions(self, positions: int, measured: int) -> Footprint:
@@ -177,7 +177,7 @@ class Block:
 
     @property
     def handling(self) -> str:
-        """How it is handled, in words, for reports."""
+        """The way in which it is handled, in words, for reports."""
         if not self.linear:
             slow = "" if self.has_rule else "; slow: torch.func or single backward passes"
             return f"block of its own ({self.why}){slow}"
@@ -263,7 +263,7 @@ class BlockJacobian:
 
     @property
     def positions(self) -> int:
-        """How often a sample uses the block: pixels of an image, tokens of a text. 1 where the Jacobian is whole."""
+        """The number of uses of the block by a sample: pixels of an image, tokens of a text; 1 if it is kept whole."""
         return 1
 
     @property
@@ -464,7 +464,7 @@ class Entries:
 
     @cached_property
     def starts(self) -> list[int]:
-        """For every output of all groups, how many entries come before its own; and the number of all. They rise."""
+        """The number of entries before those of each output of all groups, rising, and the number of all entries."""
         groups, d_out, d_in = self.form
         ends = torch.arange(groups * d_out + 1, device=self.at.device) * d_in
         return list(torch.searchsorted(self.at, ends).tolist())

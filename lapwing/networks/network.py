@@ -397,7 +397,7 @@ class Network:
 
     @cached_property
     def blockwise(self) -> Network:
-        """The same network for sums over blocks: chunks are larger, since few gradients are in memory at once.
+        """This network for sums over blocks: chunks are larger, since few gradients are in memory at once.
 
         Its Jacobians are for one use, by ``each``: any other holds all gradients, and chunks are too large for that.
         """
@@ -405,7 +405,7 @@ class Network:
 
     @cached_property
     def keeping_gradients(self) -> Network:
-        """The same network for Jacobians that are used several times: the gradients of all layers are in memory."""
+        """This network for Jacobians that are used several times: the gradients of all layers are in memory."""
         return self._same_model(footprint=replace(self.footprint, streams=False))
 
     def _same_model(self, **changes: Any) -> Network:

@@ -1,4 +1,4 @@
-"""How operations use parameters: from the gradients at a node to the Jacobian of the parameter, sample by sample.
+"""Rules for the use of parameters: from gradients at a node to the Jacobian of the parameter, sample by sample.
 
 A rule ``use_...`` looks at a node and its parameters and yields a ``Use`` for each that it understands. Parameters
 without a use take the fallback. ``ops.py`` has the table that says which operation has which rule.

@@ -458,7 +458,7 @@ class Tangent:
 
     @cached_property
     def patterns(self) -> Patterns:
-        """How the rows at each node that uses a parameter run over the samples."""
+        """The order in which the rows at each node that uses a parameter run over the samples."""
         with select_kernels(self.network.plain_kernels):
             return self.network.patterns(self)
 

@@ -320,7 +320,7 @@ class Posterior(Tunable):
 
     @property
     def shared(self) -> object:
-        """What this posterior shares with those of other priors and noises: ``covariances`` takes them together."""
+        """The value that posteriors of other priors and noises share with this one, for ``covariances``."""
         return self
 
     @property

@@ -346,7 +346,7 @@ class MixturePosterior(Posterior):
 
     @property
     def _separate(self) -> MixturePosterior:
-        """The same mixture with a base for every belief."""
+        """This mixture with a base for every belief."""
         beliefs = tuple(Belief(i + 1) for i in range(len(self.members)))
         return replace(self, bases=(self.bases[0], *self.members), beliefs=beliefs)
 
@@ -465,7 +465,7 @@ class NetworksPosterior(Posterior):
 
     @property
     def problem(self) -> Problem:  # type: ignore[override]
-        """That of the first network."""
+        """The problem of the first network."""
         return self.mixture.problem
 
     @property

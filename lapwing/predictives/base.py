@@ -90,7 +90,7 @@ class LabelPredictive(Predictive):
 
     @property
     def integrated_probs(self) -> Tensor:
-        """The same by quadrature or quasi-random draws of the logits, whatever the link is, (B, C)."""
+        """Probabilities by quadrature or quasi-random draws of the logits, whatever the link is, (B, C)."""
         raise NotImplementedError
 
     @property
@@ -118,7 +118,7 @@ class LabelPredictive(Predictive):
 
     @property
     def mean(self) -> Tensor:
-        """The same as ``probs``."""
+        """The expected labels: ``probs``."""
         return self.probs
 
     @cached_property
@@ -133,7 +133,7 @@ class LabelPredictive(Predictive):
 
     @property
     def epistemic(self) -> Tensor:
-        """The same as ``mutual_information``."""
+        """Another name of ``mutual_information``."""
         return self.mutual_information
 
 
@@ -270,12 +270,12 @@ class NumberPredictive(Predictive):
 
     @property
     def epistemic(self) -> Tensor:
-        """The same as ``epistemic_variance``."""
+        """Another name of ``epistemic_variance``."""
         return self.epistemic_variance
 
     @property
     def aleatoric(self) -> Tensor:
-        """The same as ``aleatoric_variance``."""
+        """Another name of ``aleatoric_variance``."""
         return self.aleatoric_variance
 
     @cached_property

@@ -205,7 +205,7 @@ class NormalPredictive(NumberPredictive):
 
     @property
     def width(self) -> Tensor:
-        """The same as ``std``."""
+        """Another name of ``std``."""
         return self.std
 
     @cached_property

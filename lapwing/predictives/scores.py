@@ -96,7 +96,7 @@ Score: TypeAlias = MeanScore | AreaScore  # one score of many data, as a functio
 
 @dataclass(frozen=True, eq=False)
 class ClassSums:
-    """What was predicted and seen of every class, or label, summed over the data of each input that count.
+    """Sums over the data of each input: probabilities of every class or label, and how often it was the target.
 
     Args:
         probability: Of each class, (B, C) in float64, as the following.

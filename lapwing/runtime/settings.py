@@ -72,7 +72,7 @@ def describe_kind(value: object) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """What an argument must be, in words that follow "expected", and a test of it."""
+    """A test of an argument, and words that follow "expected" for what it must be."""
 
     expected: str
     holds: Callable[[Any], object]

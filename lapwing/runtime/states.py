@@ -31,7 +31,7 @@ ROUNDING = 1e-3  # relative, of matrices that were computed in float32 and may b
 
 @dataclass(frozen=True)
 class Known:
-    """What is known while a file is read: lengths by their letters, the dtype of the network's weights, the owner."""
+    """Facts known while a file is read: lengths by their letters, the dtype of the network's weights, the owner."""
 
     lengths: dict[str, int] = field(default_factory=dict)  # P weights, C outputs; others as they are met in one state
     dtype: torch.dtype | None = None
@@ -44,7 +44,7 @@ class Known:
 
     @property
     def within_parts(self) -> Known:
-        """What is known in every part: other letters have one meaning in one state alone."""
+        """The facts that hold in every part: other letters have one meaning in one state alone."""
         return Known({letter: n for letter, n in self.lengths.items() if letter in ("P", "C")}, self.dtype)
 
 

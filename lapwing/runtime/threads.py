@@ -146,7 +146,7 @@ def _is_inside() -> bool:
 
 
 class _Reentrant:
-    """In place of ``CheckpointFunction``: the part itself in threads that take no checkpoints."""
+    """A replacement of ``CheckpointFunction`` that runs the part as it is in threads that take no checkpoints."""
 
     def __init__(self, original: Any) -> None:
         self._original = original

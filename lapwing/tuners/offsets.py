@@ -1,4 +1,4 @@
-r"""What outputs with known targets show: noise, offsets of the logits, and reasons to warn the user.
+r"""Facts that outputs with known targets show: noise, offsets of the logits, and reasons to warn the user.
 
 An offset of the logits corrects a bias of class probabilities, which no temperature can change. It is learned from
 held-out data; on training data a clear bias is a reason to warn.

@@ -1,4 +1,4 @@
-"""What scores take: tensors and NumPy arrays, checked, in float64 and on one device.
+"""The inputs of scores: tensors and NumPy arrays, checked, in float64 and on one device.
 
 NumPy is never imported here: an array can exist only where its user has imported NumPy.
 """

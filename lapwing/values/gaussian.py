@@ -230,7 +230,7 @@ class ChosenOutputs:
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """What a belief is asked for: all or some outputs of each input, with the covariance between inputs if joint."""
+    """A request for a belief: about all or some outputs of each input, with the covariance between inputs if joint."""
 
     joint: bool = False
     outputs: ChosenOutputs | None = None  # None means all
