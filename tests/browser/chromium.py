@@ -148,6 +148,7 @@ def visit(page: Chromium, path: Path, width: int, dark: bool, screenshot: Path) 
     address = path.resolve().as_uri()
     page.call("Page.navigate", url=address)
     page.wait_for("Page.loadEventFired")
+    page.value("document.querySelectorAll('details').forEach(each => each.open = true)")  # they are judged too
     seen = Visit(facts=page.value(FACTS), width=page.value("document.documentElement.scrollWidth"))
     seen.window, seen.smallest_text = page.value("window.innerWidth"), page.value(SMALLEST)
     height = min(8000, int(page.value("document.documentElement.scrollHeight")))

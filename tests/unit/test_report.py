@@ -113,6 +113,18 @@ def test_pictures_are_described_and_tables_have_captions(outline: Outline) -> No
     assert sum(tag == "caption" for tag, _ in outline.elements) == sum(tag == "table" for tag, _ in outline.elements)
 
 
+def test_what_only_the_maker_needs_is_under_details(text: str) -> None:
+    before, _, rest = text.partition("<details>")
+    inside, _, after = rest.partition("</details>")
+    shown = before + after
+    for name in ("verdict", "scores", "predictions", "uncertain", "findings"):
+        assert f'<h2 id="{name}">' in shown
+    for name in ("learned", "made"):
+        assert f'<h2 id="{name}">' in inside
+    assert "Trace of the tuner" in inside
+    assert "Trace of the tuner" not in shown
+
+
 def test_text_of_users_is_escaped(text: str) -> None:
     assert "</script><b>" not in text
     assert "Digits &lt;/script&gt;&lt;b&gt;&amp;amp; $more$" in text
