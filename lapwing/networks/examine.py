@@ -149,8 +149,10 @@ def refusing_changes(model: nn.Module) -> Iterator[nn.Module]:
         )
 
 
-def first_run(replica: Replica, inputs: Inputs, plain_kernels: bool) -> tuple[Replica, Tensor, tuple[int, ...]]:
-    """Return the replica, the output with its graph, and the sizes (H, W) if it is an image.
+def first_run(
+    replica: Replica, inputs: Inputs, plain_kernels: bool
+) -> tuple[Replica, nn.Module, Tensor, tuple[int, ...]]:
+    """Return the replica, the module that ran, the output with its graph, and the sizes (H, W) if it is an image.
 
     The replica is one without a private copy if that is bypassed.
     """
@@ -160,19 +162,19 @@ def first_run(replica: Replica, inputs: Inputs, plain_kernels: bool) -> tuple[Re
         out = model_output(one, inputs)
         raw = as_positions(out)
     if not replica.private or not watch.is_bypassed:
-        return replica, raw, tuple(out.shape[2:]) if out.ndim > 3 else ()
+        return replica, one, raw, tuple(out.shape[2:]) if out.ndim > 3 else ()
     return first_run(replace(replica, private=False), inputs, plain_kernels)
 
 
-def refuse_random(model: nn.Module, inputs: Inputs, plain_kernels: bool) -> None:
-    """Raise if two forward passes over the same inputs differ. For a single input tensor a few samples are enough."""
-    few_inputs = inputs
+def refuse_random(model: nn.Module, inputs: Inputs, first: Tensor, plain_kernels: bool) -> None:
+    """Raise if another forward pass of the module that gave ``first`` differs from it.
+
+    For a single input tensor a few samples are enough.
+    """
+    few = inputs
     if len(list(named_leaves(inputs))) == 1:  # of several, one may be shared by all samples
-        few_inputs = take(inputs, (True,), slice(FEW))
-    first, second = (
-        output_without_graph(model, few_inputs, plain_kernels),
-        output_without_graph(model, few_inputs, plain_kernels),
-    )
+        few, first = take(inputs, (True,), slice(FEW)), first[:FEW]
+    second = output_without_graph(model, few, plain_kernels)
     allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
     if first.shape == second.shape:
         gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
@@ -436,11 +438,11 @@ def examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path) ->
     plain_kernels = needs_plain_kernels(model, recurrent)
     replica = Replica(model, needed, can_be_copied(model), output)
     inputs, rows, is_one_sample = _with_several_samples(first_samples(inputs), replica, plain_kernels)
-    replica, raw, image = first_run(replica, inputs, plain_kernels)
+    replica, one, raw, image = first_run(replica, inputs, plain_kernels)
     tensors = dict(replica.model.named_parameters())
     f = with_output_dim(raw.detach())
     check_finite(f, "outputs of the network")
-    refuse_random(replica.throwaway_copy(), inputs, plain_kernels)  # first: random outputs look like mixed samples
+    refuse_random(one, inputs, raw.detach(), plain_kernels)  # first: random outputs look like mixed samples
     rows = learn_rows(replica.model, inputs, raw.detach(), rows, plain_kernels, is_repeated=is_one_sample)
     if raw.grad_fn is None:
         raise ModelError("the output does not depend on any selected parameter; choose other weights.")

@@ -180,7 +180,7 @@ class Network:
     def build(cls, model: nn.Module, inputs: Inputs, weights: Weights | None = None, output: Path = ()) -> Network:
         """Build the network from a model and one batch; raise if the model cannot be handled.
 
-        Cost: five forward passes, one over the whole batch, one over each half and two over a few samples; one more
+        Cost: four forward passes, one over the whole batch, one over each half and one over a few samples; one more
         over the whole batch if the rule that selects weights needs others in the graph; some more if there are several
         inputs, and a few backward passes if a probe must decide which rows belong to which sample. Of a batch that is
         one tensor 31 samples are enough. The model is not changed.
