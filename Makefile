@@ -62,8 +62,8 @@ pytest: $(READY)
 test-long: $(READY)
 	$(PYTEST) $(LONG)
 
-# Reports in headless Chromium, on a phone and a desk, light and dark; screenshots are written to out/browser.
-test-browser: $(READY)
+# Reports and the site in headless Chromium, on a phone and a desk; screenshots of reports are written to out/browser.
+test-browser: $(READY) docs
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
 		{ echo "make test-browser needs Chromium: apt-get install chromium"; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser

@@ -1,14 +1,18 @@
-"""What MkDocs does not do by itself: files outside docs/ in the site, formulas that need no script, doctests as code.
+"""What MkDocs does not do by itself: files outside docs/, formulas without a script, doctests as code, redirects.
 
 Links such as ``../CONTRIBUTING.md``, ``../experiments/uci.md`` and ``../benchmarks/results/links.txt`` lead out of
 docs/, and those of the experiments into it. MkDocs knows files below docs/ alone: these are added to it under the same
 path without the dots, and the links are changed. Formulas become MathML, which browsers show by themselves, so that
-the site works offline.
+the site works offline. redirects.txt has a line "OLD NEW" for each page that has moved, and for each heading (OLD is
+"page.md#heading") that has moved elsewhere than the other headings of its page; a NEW that does not exist is a warning.
 """
 
 from __future__ import annotations
 
 import html
+import json
+import logging
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -21,13 +25,20 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 EXPERIMENTS = "experiments/*.md"  # a page beside the code of each experiment; not in the navigation
-WIDE = ("results.md", "benchmarks.md")  # tables take the room of the navigation, as those of the experiments do
 RESULTS = "benchmarks/results/*.txt"
 SOURCES = "docs/tutorials/*.py"
 OUT_OF_DOCS = re.compile(
     r"\]\((?P<up>(?:\.\./)+)(?P<path>(?:benchmarks/results/|experiments/|CONTRIBUTING|CHANGELOG|LICENSE)[^)]*)\)"
 )
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\\[\[(](?P<tex>.*?)\\[\])]</\1>', re.DOTALL)
+REDIRECTS = [line.split() for line in (Path(__file__).parent / "redirects.txt").read_text("utf-8").splitlines()]
+MOVED = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Moved</title>
+<noscript><meta http-equiv="refresh" content="0; url={new}"></noscript>
+<script>const at = {headings}[location.hash.slice(1)]; location.replace(at || "{new}")</script>
+</head><body><a href="{new}">This page has moved.</a></body></html>
+"""
+MOVED_HEADINGS = "<script>{{const at = {headings}[location.hash.slice(1)]; if (at) location.replace(at)}}</script>"
 INTO_DOCS = re.compile(r"\]\((?P<up>(?:\.\./)*)docs/(?P<path>[^)]+)\)")
 
 
@@ -69,16 +80,48 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Change links that lead out of docs/, and those of a page from outside that lead into it."""
     path = page.file.src_uri
-    if path in WIDE or path.startswith("experiments/"):
-        page.meta["hide"] = ["navigation"]
     if path in PAGES or path.startswith("experiments/"):
         return INTO_DOCS.sub(lambda link: f"]({link['up']}{link['path']})", markdown)
     return OUT_OF_DOCS.sub(lambda link: f"]({'../' * path.count('/')}{link['path']})", markdown)
 
 
-def on_page_content(content: str, **_: Any) -> str:
-    """Replace formulas by MathML."""
-    return FORMULA.sub(lambda found: _formula(html.unescape(found["tex"]), found[1] == "div"), content)
+def on_page_content(content: str, page: Any, **_: Any) -> str:
+    """Replace formulas by MathML, and lead headings that have moved to their new places."""
+    content = FORMULA.sub(lambda found: _formula(html.unescape(found["tex"]), found[1] == "div"), content)
+    headings = _moved_headings(page.file.src_uri)
+    return content + MOVED_HEADINGS.format(headings=json.dumps(headings)) if headings else content
+
+
+def on_post_build(config: Any) -> None:
+    """Write a page in the place of each page that has moved; warn of new places that do not exist."""
+    site = Path(config.site_dir)
+    for old, new in REDIRECTS:
+        page, _, heading = _built(new).partition("#")
+        if not (site / page).exists() or (heading and f'id="{heading}"' not in (site / page).read_text("utf-8")):
+            logging.getLogger("mkdocs.plugins").warning(f"redirects.txt: {new} does not exist")
+        if "#" not in old:
+            path = site / _built(old)
+            if path.exists():
+                logging.getLogger("mkdocs.plugins").warning(f"redirects.txt: {old} is a page")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            headings = json.dumps(_moved_headings(old))
+            path.write_text(MOVED.format(new=_between(old, new), headings=headings), encoding="utf-8")
+
+
+def _moved_headings(page: str) -> dict[str, str]:
+    """Return the links from a page to the new places of its former headings."""
+    begin = f"{page}#"
+    return {old.removeprefix(begin): _between(page, new) for old, new in REDIRECTS if old.startswith(begin)}
+
+
+def _between(old: str, new: str) -> str:
+    page, mark, heading = _built(new).partition("#")
+    return posixpath.relpath(page, posixpath.dirname(old) or ".") + mark + heading
+
+
+def _built(page: str) -> str:
+    """Return the path in the site of a page, with its heading."""
+    return re.sub(r"\.md(?=#|$)", ".html", page.replace("README.md", "index.md"))
 
 
 def _formula(tex: str, block: bool) -> str:
