@@ -7,8 +7,9 @@ READY := $(VENV)/.ready
 DOCS := .venv-docs
 PEER := .venv-peer
 INTEGRATIONS := .venv-integrations
+NOTEBOOKS := .venv-notebooks
 
-.PHONY: run docs docs-serve release test test-long test-browser test-integrations test-rounding attack check bench setup lint types imports \
+.PHONY: run docs docs-serve notebooks release test test-long test-browser test-integrations test-rounding attack check bench setup lint types imports \
 	pytest uci peer clean
 
 run: $(RUN)
@@ -113,6 +114,16 @@ $(DOCS)/.ready: docs/site/requirements.txt
 	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -r docs/site/requirements.txt
 	touch $@
 
+# The notebooks of the manual, executed in place, one core and less than two minutes each.
+notebooks: $(NOTEBOOKS)/.ready
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(NOTEBOOKS)/bin/jupyter nbconvert --to notebook --execute --inplace \
+		--ExecutePreprocessor.record_timing=False docs/notebooks/*.ipynb
+
+$(NOTEBOOKS)/.ready: pyproject.toml constraints.txt docs/notebooks/requirements.txt
+	$(PYTHON) -m venv $(NOTEBOOKS)
+	$(NOTEBOOKS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r docs/notebooks/requirements.txt -e ".[run]"
+	touch $@
+
 # What a release needs: versions that agree, wheel and sdist with what they should hold, the README's example and the tests
 # from an installed copy in another folder, the site. Prints a line for each; CONTRIBUTING.md says what is left to do by hand.
 release: $(READY) $(DOCS)/.ready
@@ -123,4 +134,4 @@ uci: $(READY)
 	$(BIN)/python -m experiments uci --data-dir "$(DATA)" --out out
 
 clean:
-	rm -rf $(VENV) $(PEER) $(INTEGRATIONS) $(DOCS) out site dist
+	rm -rf $(VENV) $(PEER) $(INTEGRATIONS) $(DOCS) $(NOTEBOOKS) out site dist

@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself: files outside docs/, formulas without a script, doctests as code, redirects.
+"""What MkDocs does not do by itself: files outside docs/, notebooks, formulas, doctests as code, redirects.
 
 Links such as ``../CONTRIBUTING.md``, ``../experiments/uci.md`` and ``../benchmarks/results/links.txt`` lead out of
 docs/, and those of the experiments into it. MkDocs knows files below docs/ alone: these are added to it under the same
@@ -9,11 +9,13 @@ the site works offline. redirects.txt has a line "OLD NEW" for each page that ha
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import logging
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 EXPERIMENTS = "experiments/*.md"  # a page beside the code of each experiment; not in the navigation
 RESULTS = "benchmarks/results/*.txt"
 SOURCES = "docs/tutorials/*.py"
+NOTEBOOKS = "docs/notebooks/*.ipynb"  # as `make notebooks` has executed them
+TO_NOTEBOOK = re.compile(r"(\]\((?:(?:\.\./)*notebooks/)?\w+)\.ipynb\)")
 OUT_OF_DOCS = re.compile(
     r"\]\((?P<up>(?:\.\./)+)(?P<path>(?:benchmarks/results/|experiments/|CONTRIBUTING|CHANGELOG|LICENSE)[^)]*)\)"
 )
@@ -74,12 +78,34 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     for path in sorted(ROOT.glob(SOURCES)):
         files.append(File.generated(config, path.relative_to(ROOT / "docs").as_posix(), abs_src_path=str(path)))
+    for path in sorted(ROOT.glob(NOTEBOOKS)):
+        for name, content in notebook_page(path):
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
     return files
+
+
+def notebook_page(path: Path) -> Iterator[tuple[str, str | bytes]]:
+    """Yield the pictures of a notebook and its Markdown, each with the name of its file."""
+    page, pictures = [], 0
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        page.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", []))
+        if printed:
+            page.append(f"```text\n{printed}```")
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                pictures += 1
+                yield f"{path.stem}_{pictures}.png", base64.b64decode(output["data"]["image/png"])
+                page.append(f"![What the code above draws]({path.stem}_{pictures}.png)")
+    title, *rest = page[0].split("\n", 1)
+    page[0] = f'{title}\n\n<a href="{path.name}" download>Download the notebook</a>\n{"".join(rest)}'
+    yield f"{path.stem}.md", "\n\n".join(page)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Change links that lead out of docs/, and those of a page from outside that lead into it."""
-    path = page.file.src_uri
+    path, markdown = page.file.src_uri, TO_NOTEBOOK.sub(r"\1.md)", markdown)
     if path in PAGES or path.startswith("experiments/"):
         return INTO_DOCS.sub(lambda link: f"]({link['up']}{link['path']})", markdown)
     return OUT_OF_DOCS.sub(lambda link: f"]({'../' * path.count('/')}{link['path']})", markdown)

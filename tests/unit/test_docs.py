@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,21 @@ def test_a_page_of_methods_has_an_example_and_ends_with_references(page: Path) -
     sections = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert "Example" in sections
     assert sections[-1] in ("Reference", "References")
+
+
+def test_notebooks_are_executed_small_and_linked() -> None:
+    """`make notebooks` executes them; the site shows what is stored."""
+    for path in (DOCS / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+        kinds = [output["output_type"] for cell in code for output in cell["outputs"]]
+        assert "display_data" in kinds
+        assert "error" not in kinds
+        assert path.stat().st_size < 150_000
+        assert f"notebooks/{path.stem}.md" in NAVIGATION
+        text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        assert not [link for link in LINK.findall(text) if not (path.parent / link).exists()]
 
 
 def test_the_gallery_shows_what_its_examples_draw() -> None:
