@@ -140,6 +140,13 @@ class Curvature:
         """Return the curvature under these noise ratios (C,), differentiable in them; itself if it has no ``start``."""
         return self
 
+    def share_decompositions(self: S, processes: Processes) -> S:
+        """Return the curvature with its eigendecompositions done, each by one of the processes; alone, when needed.
+
+        Those of a curvature for each output depend on the noise, so every process does them all.
+        """
+        return self
+
     def __add__(self: S, other: S) -> S:
         raise UnsupportedError(f"curvatures of the class {type(self).__name__} do not add; fit all the data again.")
 

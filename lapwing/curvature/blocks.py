@@ -528,6 +528,11 @@ class BlockCurvature(Stored):
         """Return the weighted sum of this block and the others, differentiable in the weights (1 + others,)."""
         raise NotImplementedError
 
+    @property
+    def kronecker_factors(self) -> tuple[Factor, ...]:
+        """The factors of a Kronecker product, of outputs and of inputs; none of another structure."""
+        return ()
+
     def factors(self, prior: BlockPrior) -> Sequence[Factor]:
         """Return the factors whose eigendecompositions ``precision`` needs under this prior."""
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -233,6 +233,11 @@ class BlockwiseCurvature(Curvature):
         ]
         return flatten_blocks(parts, self.layout, self.selection)
 
+    def share_decompositions(self, processes: Processes) -> BlockwiseCurvature:
+        if processes.group is not None:
+            share_spectra([factor for block in self.blocks for factor in block.kronecker_factors], processes)
+        return self
+
     def state(self) -> State:
         return State("BlockwiseCurvature", parts={str(i): block.state() for i, block in enumerate(self.blocks)})
 
@@ -280,7 +285,6 @@ def _diagonal_precision(values: Tensor, layout: tuple[Block, ...], selection: Se
     return BlockwisePrecision(blocks, layout, selection)
 
 
-C = TypeVar("C")
 SHARINGS = ("expand", "reduce")  # ways to treat a weight that is used at many positions
 
 
@@ -336,18 +340,6 @@ class _KroneckerSum(BlockSum):
         return KroneckerBlock(self._inp.value(totals[:half]), self._out.value(totals[half:-1]), float(totals[-1]))
 
 
-def share_decompositions(kron: C, processes: Processes) -> C:
-    """Return the curvature with its eigendecompositions done, each by one of the processes; alone, when needed.
-
-    Those of a curvature for each output depend on the noise, so every process does them all.
-    """
-    if processes.group is None or not isinstance(kron, BlockwiseCurvature):
-        return kron
-    blocks = [block for block in kron.blocks if isinstance(block, KroneckerBlock)]
-    share_spectra([factor for block in blocks for factor in (block.out, block.inp)], processes)
-    return kron
-
-
 @dataclass(frozen=True, eq=False)
 class Eigen:
     """The spectra of the two factors of a block."""
@@ -379,11 +371,6 @@ class KroneckerBlock(BlockCurvature):
     out: Factor
     rows: float
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the network."""
-        return self.out.dtype
-
     def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
         return KroneckerBlock(
             sum_factors([self.inp, other.inp]), sum_factors([self.out, other.out]), self.rows + other.rows
@@ -409,10 +396,14 @@ class KroneckerBlock(BlockCurvature):
         pairs = zip(self.out.dense(), self.inp.dense(), strict=True)
         return torch.block_diag(*(torch.kron(o.contiguous(), i.contiguous()) / self.rows for o, i in pairs))
 
+    @property
+    def kronecker_factors(self) -> tuple[Factor, ...]:
+        return self.out, self.inp
+
     def factors(self, prior: BlockPrior) -> tuple[Factor, ...]:
         if prior.scale is not None:
             return ()
-        return (self.out,) if prior.value.ndim else (self.out, self.inp)
+        return (self.out,) if prior.value.ndim else self.kronecker_factors
 
     def remarks(self, block: Block) -> tuple[str, ...]:
         return _wide_remarks(block, self.inp, self.out)
@@ -522,9 +513,9 @@ def correct_eigenvalues(sweep: Sweep, kron: BlockwiseCurvature) -> BlockwiseCurv
 
     Where a basis has a rest, directions that no row has, it gets the mean over them.
     """
-    blocks = {i: block for i, block in enumerate(kron.blocks) if isinstance(block, KroneckerBlock)}
-    spectra = decompose([factor for block in blocks.values() for factor in (block.out, block.inp)])
-    bases = {i: (out.basis, inp.basis) for i, out, inp in zip(blocks, spectra[::2], spectra[1::2], strict=True)}
+    factors = {i: block.kronecker_factors for i, block in enumerate(kron.blocks) if block.kronecker_factors}
+    spectra = decompose([factor for pair in factors.values() for factor in pair])
+    bases = {i: (out.basis, inp.basis) for i, out, inp in zip(factors, spectra[::2], spectra[1::2], strict=True)}
     values: dict[int, Tensor] = {}
     for i, part, _ in sweep.blocks():
         if i in bases:
@@ -532,7 +523,7 @@ def correct_eigenvalues(sweep: Sweep, kron: BlockwiseCurvature) -> BlockwiseCurv
             values[i] = values[i] + squares if i in values else squares
         del part  # before the next one is computed
     totals = dict(zip(bases, sweep.processes.sum([values.get(i) for i in bases]), strict=True))
-    corrected: dict[int, BlockCurvature] = {i: EigenBlock(*bases[i], totals[i].to(blocks[i].dtype)) for i in bases}
+    corrected: dict[int, BlockCurvature] = {i: EigenBlock(*bases[i], totals[i].to(factors[i][0].dtype)) for i in bases}
     return replace(kron, blocks=tuple(corrected.get(i, block) for i, block in enumerate(kron.blocks)))
 
 

@@ -18,13 +18,7 @@ from torch import Tensor
 from lapwing.curvature.base import CURVATURES, DRAWS, Sweep, accumulate, choose_seeds, refuse_open_noise
 from lapwing.curvature.blocks import FACTOR_LIMIT, DiagonalSum
 from lapwing.curvature.dense import LowRankCurvature, full_curvature, full_hessian
-from lapwing.curvature.kronecker import (
-    SHARINGS,
-    blockwise_sum,
-    correct_eigenvalues,
-    kronecker_curvature,
-    share_decompositions,
-)
+from lapwing.curvature.kronecker import SHARINGS, blockwise_sum, correct_eigenvalues, kronecker_curvature
 from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.dense import svd
@@ -411,7 +405,7 @@ class Kron(SumsData, _Kronecker):
         compute = lambda sweep: kronecker_curvature(sweep, problem.network, self.sharing, *limits)
         seeds = choose_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
         curvature, statistics, estimate = accumulate(compute, problem, data, seeds, "Kron")
-        return share_decompositions(curvature, data.processes), statistics, estimate
+        return curvature.share_decompositions(data.processes), statistics, estimate
 
     def _cost_of(self, factors: KroneckerWork) -> Cost:
         workload = factors.workload
@@ -485,7 +479,7 @@ class EKron(_Kronecker):
         seeds = choose_seeds(self.curvature, self.draws, problem, generator, data.processes.rank)
         first = Sweep(network, likelihood, data, seeds, "EKron, bases")
         kron = kronecker_curvature(first, network, self.sharing, self.full_limit, self.factor_limit)
-        kron = share_decompositions(kron, data.processes)
+        kron = kron.share_decompositions(data.processes)
         second = Sweep(network, likelihood, data, seeds, "EKron, values")
         corrected = correct_eigenvalues(second, kron)
         return WeightPosterior.fitted(problem, corrected, second.statistics, second.estimate)
