@@ -171,7 +171,7 @@ def _find(what: str, given: object, names: Names[T], contract: tuple[type, ...],
 
 def prior_for(given: Any) -> Prior:
     """Return the prior, or the isotropic one with this precision; raise for anything else."""
-    if isinstance(given, Prior) and not isinstance(given, type):
+    if isinstance(given, Prior):
         return given
     number = lambda v: not callable(v) and torch.as_tensor(v, dtype=torch.float64).ndim == 0 and not isinstance(v, bool)
     Rule("a precision, or an object such as lw.per_layer()", number).check("prior", given)

@@ -23,7 +23,7 @@ from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.predictives.base import Predictive
 from lapwing.problem import Problem, check_named_targets, first_samples
 from lapwing.runtime.memory import chunks
-from lapwing.runtime.settings import DATA, POSITIVE_VALUES, Rule, integer, required, setting
+from lapwing.runtime.settings import DATA, FUNCTION, POSITIVE_VALUES, Rule, integer, required, setting
 from lapwing.tuners.base import TunerWithSettings
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 
@@ -190,9 +190,7 @@ def mean_score(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
-METRIC = Rule(
-    "a function of (predictive, targets)", lambda v: callable(v) and not isinstance(v, type | torch.nn.Module)
-)
+METRIC = Rule("a function of (predictive, targets)", FUNCTION.holds)
 KEPT = 2  # memory that candidates may keep between chunks, as a multiple of the budget for intermediate results
 REPEATED = 1e-4  # relative difference of two passes over the same data: rounding in single precision
 
@@ -277,8 +275,10 @@ def _storages(value: object) -> dict[int, int]:
     if isinstance(value, Tensor):
         return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()}
     inside: Iterable[object] = value if isinstance(value, tuple | list) else ()
-    if isinstance(value, Mapping) or is_dataclass(value):
-        inside = (value if isinstance(value, Mapping) else vars(value)).values()
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif is_dataclass(value):
+        inside = vars(value).values()
     return {address: count for each in inside for address, count in _storages(each).items()}
 
 
