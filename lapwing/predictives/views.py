@@ -7,7 +7,7 @@ that all members follow from: log-probabilities of classes, and means and varian
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
@@ -28,7 +28,7 @@ from lapwing.predictives.base import (
 from lapwing.predictives.labels import AveragedClasses
 from lapwing.predictives.numbers import NumberDistribution
 from lapwing.predictives.scores import NumberScoring
-from lapwing.runtime.settings import on_device, rebuild
+from lapwing.runtime.settings import change_parts, on_device
 from lapwing.values.gaussian import Deferred, FunctionGaussian, ImageForm
 
 P = TypeVar("P", bound=Predictive)
@@ -420,11 +420,7 @@ class _Storage:
             return self._slabs.copy(value)
         if isinstance(value, FunctionGaussian):
             return self._belief(value)
-        if is_dataclass(value) and not isinstance(value, type):
-            result = object.__new__(type(value))
-            result.__dict__.update({each.name: self.copy(getattr(value, each.name)) for each in fields(value)})
-            return result
-        return rebuild(value, [self.copy(part) for part in value]) if isinstance(value, tuple | list) else value
+        return change_parts(value, self.copy, cached=False)
 
     def _belief(self, belief: FunctionGaussian) -> FunctionGaussian:
         mean = self.copy(belief.mean)

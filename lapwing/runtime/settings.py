@@ -331,15 +331,7 @@ def _rebuild(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]])
         return functools.partial(
             move(value.func), *map(move, value.args), **{key: move(v) for key, v in value.keywords.items()}
         )
-    if is_dataclass(type(value)):
-        result = object.__new__(type(value))
-        result.__dict__.update({name: move(part) for name, part in vars(value).items()})
-        return result
-    if isinstance(value, Mapping):
-        return type(value)({key: move(part) for key, part in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple | list):
-        return rebuild(value, [move(part) for part in value])
-    return value
+    return change_parts(value, move)
 
 
 @dataclass(eq=False)
@@ -364,6 +356,23 @@ class Latest(Generic[K, V]):
         if entry is None or not self.same(entry[0], key):
             self.entry = entry = (key, compute())
         return entry[1]
+
+
+def change_parts(value: Any, change: Callable[[Any], Any], cached: bool = True) -> Any:
+    """Return a dataclass, mapping, tuple or list with every part changed, and any other value as it is.
+
+    Without ``cached``, a dataclass is left without its cached values.
+    """
+    if is_dataclass(type(value)):
+        parts = vars(value) if cached else {each.name: vars(value)[each.name] for each in fields(value)}
+        result = object.__new__(type(value))
+        result.__dict__.update({name: change(part) for name, part in parts.items()})
+        return result
+    if isinstance(value, Mapping):
+        return type(value)({key: change(part) for key, part in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple | list):
+        return rebuild(value, [change(part) for part in value])
+    return value
 
 
 def rebuild(sequence: Any, values: list[Any]) -> Any:
