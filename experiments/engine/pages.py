@@ -1,7 +1,8 @@
 """Numbers in pages: regions of Markdown and lists of values, written from stored results and printed outputs.
 
-A list of values stands below its block, or for a page whose source should have no marks (the README) in a file beside
-it, ``README.values``, which lists the numbers of the whole page.
+A list of values stands below its block, or for a page whose source should have few marks (the README) in a file beside
+it, ``README.values``, which lists every number of the whole page: those that are no results, such as settings, as
+``NUMBER = given``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ MARK = re.compile(r"<!-- /?(?:result|output|value)\b")
 VALUES = re.compile(r"<!-- values\n(.*?)\n-->", re.DOTALL)  # below a paragraph or table: "NUMBER = MARK" in each line
 # A block of code is left alone; one inside a region of printed output is part of the region.
 PIECES = re.compile(r"^```.*?^```[ \t]*$|<!-- output: .*? -->.*?<!-- /output -->", re.DOTALL | re.MULTILINE)
-CODE = re.compile(r"^```.*?^```[ \t]*$", re.DOTALL | re.MULTILINE)
+# Parts of a page without numbers of a list: blocks of code, regions, code in a line, and the targets of links.
+HIDDEN = re.compile(rf"^```.*?^```[ \t]*$|{REGION.pattern}|`[^`\n]+`|\]\([^)\s]+\)", re.DOTALL | re.MULTILINE)
+NUMBER = re.compile(r"(?<![\w.,/#=+\-−])[+\-−]?\d[\d.,]*")
+GIVEN = "given"
 OPTIONS = {  # of each kind of region
     "result": ("scores", "groups", "methods", "baseline", "digits", "means", "ranks", "pivot"),
     "value": ("baseline",),
@@ -142,17 +146,25 @@ def _with_sources(block: str, lines: list[str], sources: Sources) -> tuple[str, 
             raise LapwingError(f"a list of values has the line {line!r}; expected NUMBER = MARK.")
         olds.append(old)
         marks.append(mark)
-    texts = "|".join(re.escape(old) for old in sorted(set(olds), key=len, reverse=True))
-    pattern = re.compile(rf"(?<![\d.,+\-−])(?:{texts})(?!\d|[.,]\d)")
+    pattern = _pattern(olds)
     seen = pattern.findall(block)
     if seen != olds:
         i = next((i for i, (a, b) in enumerate(zip(seen, olds)) if a != b), min(len(seen), len(olds)))
         have, want = (f"{each[i]!r}" if i < len(each) else "nothing more" for each in (seen, olds))
         where = marks[i] if i < len(marks) else marks[-1]
         raise LapwingError(f"{where}: the block above has {have} where the list of its values has {want}.")
-    news = [_value(Mark.parse("value", mark), sources) for mark in marks]
+    news = [
+        old if mark == GIVEN else _value(Mark.parse("value", mark), sources)
+        for old, mark in zip(olds, marks, strict=True)
+    ]
     rest = iter(news)
     return pattern.sub(lambda _: next(rest), block), [f"{new} = {mark}" for new, mark in zip(news, marks)]
+
+
+def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern for whole numbers, or other texts, of these."""
+    longest = sorted(set(texts), key=len, reverse=True)
+    return re.compile(rf"(?<![\d.,+\-−])(?:{'|'.join(map(re.escape, longest))})(?!\d|[.,]\d)")
 
 
 def _value(mark: Mark, sources: Sources) -> str:
@@ -241,10 +253,11 @@ def fact(stored: Stored, name: str) -> str | float:
 def with_listed_values(text: str, listed: str, sources: Sources) -> tuple[str, str]:
     """Return a page and the list of its values from the file beside it, both with the values of their sources.
 
-    Blocks of code have no values.
+    Code, regions and the targets of links have no values.
 
     Raises:
-        LapwingError: If a number of the list is not in the page, or is there more often.
+        LapwingError: If a number of the list is not in the page, or is there more often, or one of the page is not in
+            the list.
     """
     kept: list[str] = []
 
@@ -252,8 +265,15 @@ def with_listed_values(text: str, listed: str, sources: Sources) -> tuple[str, s
         kept.append(code.group())
         return chr(0xE000 + len(kept) - 1)  # a character for private use
 
-    bare = CODE.sub(hidden, text)
-    new, lines = _with_sources(bare, listed.rstrip("\n").split("\n"), sources)
+    bare = HIDDEN.sub(hidden, text)
+    rows = listed.rstrip("\n").split("\n")
+    new, lines = _with_sources(bare, rows, sources)
+    left = NUMBER.search(_pattern([row.partition(" = ")[0] for row in rows]).sub("", bare))
+    if left is not None:
+        raise LapwingError(
+            f"the number {left.group()} is not in the list of values beside the page; expected it there, with its "
+            f'source or as "{left.group()} = {GIVEN}".'
+        )
     for i, code in enumerate(kept):
         new = new.replace(chr(0xE000 + i), code)
     return new, "\n".join([*lines, ""])

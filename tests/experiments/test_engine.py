@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import mmap
 import re
+import shutil
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -16,7 +18,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from benchmarks import spine
 from experiments.__main__ import main
+from experiments.engine import pages
 from experiments.engine.contract import Record
 from experiments.engine.known import EXPERIMENTS, experiment_class
 from experiments.engine.machine import Machine
@@ -444,8 +448,115 @@ def test_a_page_may_have_the_list_of_its_values_beside_it(tmp_path: Path) -> Non
         refresh(tmp_path)
 
 
+def test_every_number_of_a_page_with_a_list_beside_it_is_in_the_list(tmp_path: Path) -> None:
+    """Settings are given; code, words such as ResNet-18 and the targets of links are no numbers."""
+    save(stored(), result_path(tmp_path / "docs" / "results", "toy", "full"))
+    page, beside = tmp_path / "README.md", tmp_path / "README.values"
+    page.write_text("200 rows: 1.5 for ResNet-18, `9` and [a](b/7.md)\n", encoding="utf-8")
+    source = "1.5 = toy/full wine/plain/NLL .1f\n"
+    beside.write_text(f"200 = given\n{source}", encoding="utf-8")
+    assert refresh(tmp_path) == []
+    beside.write_text(source, encoding="utf-8")
+    with pytest.raises(LapwingError, match=r'README\.md: the number 200 is not in the list .* as "200 = given"'):
+        refresh(tmp_path)
+
+
 def test_the_pages_of_this_repository_agree_with_the_stored_results() -> None:
     assert refresh(ROOT, check=True) == []
+
+
+def places_of_numbers(page: Path) -> list[int]:
+    """Return the place of a digit of every number that is written from results, and of the settings of a list."""
+    blank = lambda piece: " " * len(piece[0]) if piece[0].startswith("```") else piece[0]
+    text = pages.PIECES.sub(blank, page.read_text(encoding="utf-8"))  # without examples of marks
+    beside = page.with_suffix(".values")
+    regions = [match.span(3) for match in pages.REGION.finditer(text)]
+    found = {a + match.start() for a, b in regions for match in re.finditer(r"(?<![\w.,])\d", text[a:b])}
+    below = [
+        (text[: match.start()].rstrip().rfind("\n\n") + 1, match.start(), match[1])
+        for match in pages.VALUES.finditer(text)
+    ]
+    hidden = [match.span() for match in pages.HIDDEN.finditer(text)] if beside.exists() else []
+    lists = [*below, (0, len(text), beside.read_text(encoding="utf-8").strip())] if beside.exists() else below
+    for start, end, listed in lists:
+        for line in listed.split("\n"):
+            value = line.partition(" = ")[0]
+            start = text.index(value, start, end)
+            while any(a <= start < b for a, b in hidden):
+                start = text.index(value, start + 1, end)
+            digit = re.search(r"\d", value)
+            found |= set() if digit is None else {start + digit.start()}
+            start += len(value)
+    return sorted(found)
+
+
+MARKED = [page for page in pages.pages(ROOT) if places_of_numbers(page)]
+
+
+@pytest.mark.parametrize("page", MARKED, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_number_that_is_altered_is_noticed(page: Path, tmp_path: Path) -> None:
+    """Every number of the README, and the first, the last and some others of the other pages."""
+    copy = tmp_path / page.relative_to(ROOT)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    for folder in ("docs/results", "benchmarks"):
+        (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    text, places = page.read_text(encoding="utf-8"), places_of_numbers(page)
+    if page.with_suffix(".values").exists():
+        shutil.copy(page.with_suffix(".values"), copy.with_suffix(".values"))
+    copy.write_text(text, encoding="utf-8")
+    assert refresh(tmp_path, check=True) == []
+    some = places if page.name == "README.md" and page.parent == ROOT else places[:: max(1, len(places) // 3)]
+    for place in {*some, places[-1]}:
+        copy.write_text(f"{text[:place]}{(int(text[place]) + 1) % 10}{text[place + 1 :]}", encoding="utf-8")
+        assert not agree(tmp_path), text[place - 60 : place + 20]
+
+
+def agree(root: Path) -> bool:
+    """Return whether ``--docs --check`` would find nothing."""
+    try:
+        return refresh(root, check=True) == []
+    except LapwingError:
+        return False
+
+
+def test_the_front_page_has_generated_numbers() -> None:
+    assert len(places_of_numbers(ROOT / "README.md")) > 40
+    assert len(MARKED) > 20
+
+
+def test_the_printed_output_of_the_spine_is_all_that_the_pages_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stored as it was printed, it gives every cost of the README and of the benchmarks."""
+    ours, theirs = iter(range(1001, 1100)), iter(range(2001, 2100))
+    cannot = {"wide_head": "asks for 32.8 GB", "resnet18_kron": "refuses BatchNorm"}
+
+    def child(_: str, arguments: list[str], __: Any) -> dict[str, Any]:
+        name = arguments[-1]
+        values = ours if arguments[0] == "-m" else theirs
+        can = values is ours or name not in cannot
+        figures = {figure: next(values) / 1000 for figure in spine.CASES[name]} if can else {}
+        return {"figures": figures, "note": cannot.get(name, "by BackPACK"), "versions": {}}
+
+    monkeypatch.setattr(spine, "run_child", child)
+    monkeypatch.setattr("sys.argv", ["spine", "--peer", sys.executable, "--out", str(tmp_path / "spine.json")])
+    assert spine.main() == 0
+    printed = capsys.readouterr().out
+    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
+    (tmp_path / "benchmarks" / "results" / "spine.txt").write_text(printed, encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "results").symlink_to(ROOT / "docs" / "results")
+    for name in ("README.md", "docs/benchmarks.md"):
+        for path in (ROOT / name, (ROOT / name).with_suffix(".values")):
+            if path.exists():
+                shutil.copy(path, tmp_path / name if path.suffix == ".md" else (tmp_path / name).with_suffix(".values"))
+    assert refresh(tmp_path) != []
+    assert refresh(tmp_path, check=True) == []
+    readme, benchmarks = ((tmp_path / name).read_text(encoding="utf-8") for name in ("README.md", "docs/benchmarks.md"))
+    assert "| MLP, Kron (the default) | 1 epochs (2) | 1 forwards (2) |" in readme
+    assert "| 1.01 |" in benchmarks
+    assert "refuses BatchNorm" in benchmarks
 
 
 # Units of seeds, and the experiments that the engine knows.
