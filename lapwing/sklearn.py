@@ -151,6 +151,7 @@ def _score(module: nn.Module, loss: Loss, rows: tuple[Tensor, Tensor]) -> float:
 
 
 CALIBRATES = 100  # held-out rows from which they calibrate the error bars, and are not data of the posterior
+FOLDS, FOLDED = 5, range(100, 1000)  # of cv="auto", and for how many rows: experiments/crossfit.md
 FEWEST = 5  # held-out rows from which they stop the training; with fewer all rows train, and stop it
 BATCH = 64
 SIZES = Rule(
@@ -166,7 +167,7 @@ SETTINGS = {
     "hidden_layer_sizes": SIZES, "module": FACTORY | NONE, "learning_rate_init": POSITIVE,
     "alpha": Rule("a number that is not negative", lambda v: is_real(v) and v >= 0), "max_iter": integer(),
     "batch_size": integer() | NONE, "n_iter_no_change": integer(), "validation_fraction": PROBABILITY,
-    "cv": integer(2) | NONE,
+    "cv": Rule("'auto'", lambda v: v == "auto") | integer(2) | NONE,
 }  # fmt: skip
 
 
@@ -188,7 +189,7 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
         max_iter: int = 200,
         n_iter_no_change: int = 20,
         validation_fraction: float = 0.15,
-        cv: int | None = None,
+        cv: int | str | None = "auto",
         random_state: int | np.random.RandomState | None = None,
     ) -> None:
         self.hidden_layer_sizes = hidden_layer_sizes
@@ -237,17 +238,21 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
             "prior": self.prior,
             "progress": False,
         }
-        if self.cv is not None:
+        self.__dict__.pop("crossfit_", None)  # of an earlier fit
+        calibrates = len(held_out) >= CALIBRATES
+        folds = self.cv
+        if folds == "auto":
+            folds = FOLDS if len(given) in FOLDED and not calibrates else None
+        if folds is not None:
             again = replace(schedule, max_epochs=max(1, best))
             whole = lambda rows, seed: self._trained(
                 given, y, outputs, replace(again, seed=seed % 2**32), rows, rows, None
             )[0]
             self.crossfit_ = crossfit(
-                whole, (x, y), likelihood, model=whole(every, seed), folds=self.cv, seed=seed, **settings
+                whole, (x, y), likelihood, model=whole(every, seed), folds=folds, seed=seed, **settings
             )
             self.posterior_ = self.crossfit_.posterior
             return self
-        calibrates = len(held_out) >= CALIBRATES
         data = (x[train], y[train]) if calibrates else (x, y)
         held = (x[held_out], y[held_out]) if calibrates else None
         self.posterior_ = fit(network, data, likelihood, validation=held, **settings)
@@ -339,13 +344,14 @@ class LapwingClassifier(ClassifierMixin, LapwingEstimator):  # type: ignore[misc
             kept. From 100 such rows on, they also calibrate the error bars, as ``validation`` of ``lw.fit`` does.
             With fewer than 5, all rows train and none is held out.
         cv: A number of folds, such as 5: held-out rows then say how many epochs to train for, and the network is
-            trained again on all rows, and calibrated by networks of the folds (``lw.crossfit``), for about seven
-            trainings in all.
+            trained again on all rows, and calibrated by networks of the folds (``lw.crossfit``). That takes ``cv + 2``
+            trainings, and two more if they are quick. None trains one network. "auto" takes 5 folds for 100 to 999
+            rows, if fewer than 100 of them are held out, and else none.
         random_state: The seed of weights, split and batches: an integer, a ``numpy.random.RandomState`` or None.
 
     Attributes:
         posterior_: The posterior of the network, a ``lw.Fitted``.
-        crossfit_: With ``cv``, what ``lw.crossfit`` returned.
+        crossfit_: With folds, what ``lw.crossfit`` returned.
         classes_: The labels, sorted; the columns of ``predict_proba``.
         n_iter_: The number of epochs.
 

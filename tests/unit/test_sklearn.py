@@ -108,11 +108,16 @@ def test_settings_reach_the_posterior() -> None:
     assert float(regressor.posterior_.prior.values) == 3
 
 
-def test_many_held_out_rows_calibrate() -> None:
+def test_many_held_out_rows_calibrate_and_folds_if_they_are_fewer() -> None:
     x, y = make_classification(700, 5, random_state=0)
     classifier = LapwingClassifier((4,), max_iter=3, random_state=0).fit(x, y)
     assert "Integrate" in classifier.posterior_.summary()
-    assert "Integrate" not in LapwingClassifier((4,), max_iter=3).fit(x[:600], y[:600]).posterior_.summary()
+    fewer = LapwingClassifier((4,), max_iter=3, random_state=0).fit(x[:300], y[:300])
+    assert "Tuned by crossfit" in fewer.posterior_.summary()  # all rows train, and five folds calibrate
+    assert len(fewer.crossfit_.folds) == 5
+    for none in fewer.set_params(cv=None).fit(x[:300], y[:300]), fewer.set_params(cv="auto").fit(x[:90], y[:90]):
+        assert "Tuned by Budget" in none.posterior_.summary()
+        assert not hasattr(none, "crossfit_")
 
 
 def test_rare_classes_and_few_rows_can_be_fitted() -> None:
@@ -213,7 +218,7 @@ def test_folds_calibrate_a_network_of_all_rows(kind: str) -> None:
     noise = np.random.default_rng(1).normal(size=90)
     y = x[:, 0] + noise if kind == "numbers" else x[:, 0] + noise > 0
     make = LapwingRegressor if kind == "numbers" else LapwingClassifier
-    estimator = make((8,), cv=3, max_iter=15, random_state=0).fit(x, y)
+    estimator = make((8,), cv=3, max_iter=6, random_state=0).fit(x, y)
     crossed = estimator.crossfit_
     assert estimator.posterior_ is crossed.posterior
     assert estimator.posterior_.base.statistics.data == 90
@@ -222,7 +227,7 @@ def test_folds_calibrate_a_network_of_all_rows(kind: str) -> None:
         module = fold.posterior.network.model
         scales = (module.module if kind == "numbers" else module)[0]
         np.testing.assert_allclose(scales.mean.numpy(), x[fold.training.numpy()].mean(0))
-    again = make((8,), cv=3, max_iter=15, random_state=0).fit(x, y)
+    again = make((8,), cv=3, max_iter=6, random_state=0).fit(x, y)
     np.testing.assert_allclose(again.predict(x[:5]), estimator.predict(x[:5]))
 
 
