@@ -69,6 +69,7 @@ def main() -> int:
     if peer is None:
         print("laplace-torch is not compared: no python with it was given (make peer, then make bench)")
     results: dict[str, dict[str, Any]] = {}
+    print(f"$ python -m benchmarks.spine{' --peer PYTHON' if peer else ''}\n")
     print(LINE.format("", "", "Lapwing", "reach", "laplace-torch 0.3"))
     notes = []
     for name in options.only:

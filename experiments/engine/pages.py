@@ -164,7 +164,7 @@ def _with_sources(block: str, lines: list[str], sources: Sources) -> tuple[str, 
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern for whole numbers, or other texts, of these."""
     longest = sorted(set(texts), key=len, reverse=True)
-    return re.compile(rf"(?<![\d.,+\-−])(?:{'|'.join(map(re.escape, longest))})(?!\d|[.,]\d)")
+    return re.compile(rf"(?<![\w.,+\-−])(?:{'|'.join(map(re.escape, longest))})(?!\d|[.,]\d)")
 
 
 def _value(mark: Mark, sources: Sources) -> str:
@@ -268,7 +268,7 @@ def with_listed_values(text: str, listed: str, sources: Sources) -> tuple[str, s
     bare = HIDDEN.sub(hidden, text)
     rows = listed.rstrip("\n").split("\n")
     new, lines = _with_sources(bare, rows, sources)
-    left = NUMBER.search(_pattern([row.partition(" = ")[0] for row in rows]).sub("", bare))
+    left = NUMBER.search(_pattern([row.partition(" = ")[0] for row in rows]).sub("_", bare))
     if left is not None:
         raise LapwingError(
             f"the number {left.group()} is not in the list of values beside the page; expected it there, with its "
