@@ -149,7 +149,7 @@ class Calibrated:
         return f"<{type(self).__name__}: level {self.level:g}, {self.score}, {self.count} calibration data>"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ConformalSets(Calibrated):
     """Sets of classes that hold the label with probability ``level``; see ``Fitted.conformal`` for the guarantee.
 
@@ -184,7 +184,7 @@ class ConformalSets(Calibrated):
         return torch.cat([members.gather(1, safe_labels(batch, members)), members.sum(1, keepdim=True)], 1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ConformalIntervals(Calibrated):
     """Intervals that hold each number with probability ``level``; see ``Fitted.conformal`` for the guarantee.
 

@@ -233,6 +233,38 @@ def test_precision_by_grid_search() -> None:
     assert float(la.prior_precision) == pytest.approx(1e4)  # that of the last call
 
 
+class MeanSquare:
+    """A metric as those of torchmetrics: it takes the means alone."""
+
+    def reset(self) -> None:
+        self.values: list[Tensor] = []
+
+    def update(self, mean: Tensor, target: Tensor) -> None:
+        self.values.append((mean - target).square().mean())
+
+    def compute(self) -> Tensor:
+        return torch.stack(self.values)
+
+
+def test_precision_by_grid_search_of_numbers() -> None:
+    """By the negative log-density with the noise, and by a metric."""
+    la, held_out, metric = regression("kron"), [(NEW, NEW[:, :2]), (X[:3], Y[:3])], MeanSquare()
+    la.optimize_prior_precision(method="gridsearch", val_loader=held_out, grid_size=4, log_prior_prec_max=2)
+    best, losses = float(la.prior_precision), {}
+    for precision in (1e-4, 1e-2, 1.0, 1e2):
+        la.prior_precision = precision
+        pairs = [(la(x), y) for x, y in held_out]
+        stds = [(cov.diagonal(dim1=1, dim2=2) + 0.7**2).sqrt() for (_, cov), _ in pairs]
+        normals = [torch.distributions.Normal(mean, std) for ((mean, _), _), std in zip(pairs, stds, strict=True)]
+        losses[precision] = -sum(float(p.log_prob(y).sum()) for p, (_, y) in zip(normals, pairs, strict=True))
+    assert best == pytest.approx(min(losses, key=losses.__getitem__))
+    la.optimize_prior_precision(method="gridsearch", val_loader=held_out, grid_size=2, loss=metric)
+    means = torch.cat([la(x)[0] for x, _ in held_out]), torch.cat([y for _, y in held_out])
+    torch.testing.assert_close(metric.values, [(means[0] - means[1]).square().mean()])
+    with pytest.raises(DataError, match="val_loader is None"):
+        la.optimize_prior_precision(method="gridsearch")
+
+
 def test_state_is_loaded_without_pickle() -> None:
     la = regression("kron", prior_precision=torch.tensor([1.0, 2.0, 3.0, 4.0]), temperature=2.0)
     file = io.BytesIO()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.decisions.acquisition import feature_blocks, greedy_information, matrix_blocks, root_of
+from lapwing.networks.jacobians import Footprint
 from tests.tolerances import assert_close
 from tests.unit.decisions.problems import D, classes, classifier, generator
 
@@ -100,6 +101,14 @@ def test_a_loader_has_the_numbers_of_its_rows() -> None:
     weight = root_of(posterior, posterior.functions(x).mean).square().sum(2)
     alone = (posterior.functions(x).variance * weight).sum(1).argsort(descending=True)[:6]
     assert set(few.tolist()) <= set(alone.tolist())
+
+
+def test_candidates_of_a_batch_compete_with_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior, (x, _) = classifier(), classes(40, generator(8))
+    expected = [posterior.acquire(x, 5, candidates=count).tolist() for count in (6, 40)]
+    monkeypatch.setattr(Footprint, "batch_size_for", lambda *_: 7)  # so that batches are not joined
+    found = [posterior.acquire(list(x.split(7)), 5, candidates=count).tolist() for count in (6, 40)]
+    assert found == expected
 
 
 def test_a_pair_is_one_batch_with_targets() -> None:

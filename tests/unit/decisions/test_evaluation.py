@@ -65,6 +65,10 @@ def test_scores_of_numbers_are_those_of_the_metrics() -> None:
     mean, spread = regressor().network.model(x).chunk(2, 1)
     assert evaluation["nll"].plain.value == pytest.approx(metrics.normal_nll(mean, (0.5 * spread).exp(), y), rel=1e-6)
     assert evaluation["coverage"].target == 0.8
+    reliability, curve = evaluation.reliability["posterior"], evaluation.curve["posterior"]
+    covered = [metrics.coverage(*p.interval(level), y) for level in reliability.confidence.tolist()]
+    assert reliability.accuracy.tolist() == pytest.approx(covered)
+    assert float(curve.risk[-1]) == pytest.approx(metrics.rmse(p.mean, y) ** 2)
 
 
 def test_intervals_are_those_of_the_bootstrap() -> None:
@@ -399,10 +403,11 @@ def test_soft_targets_are_refused() -> None:
     assert classifier().ood([(x, soft)]).threshold > 0  # targets are not used
 
 
-def test_counts_have_no_cqm() -> None:
+@pytest.mark.parametrize("prior", [1.0, None], ids=["one belief", "mixture"])
+def test_counts_have_no_cqm(prior: float | None) -> None:
     x = torch.linspace(-1, 1, 40, dtype=D)[:, None]
     y = torch.poisson(x.exp(), generator=generator(9))
-    posterior = lw.fit(nn.Linear(1, 1).double(), [(x, y)], lw.Poisson(), method=lw.Full(), prior=1.0)
+    posterior = lw.fit(nn.Linear(1, 1).double(), [(x, y)], lw.Poisson(), method=lw.Full(), prior=prior)
     assert [row.name for row in posterior.evaluate([(x, y)], resamples=50).rows] == [
         "nll", "rmse", "mae", "crps", "coverage", "width", "aurc",
     ]  # fmt: skip

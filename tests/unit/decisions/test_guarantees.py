@@ -118,12 +118,52 @@ def test_sets_and_intervals_by_hand() -> None:
     assert torch.equal(sets.predict(x).members, 1 - posterior.predict(x).probs <= limit)
     assert sets.predict(x).labels == [row.nonzero().flatten().tolist() for row in sets.predict(x).members]
     assert sets.predict(x).numpy().shape == (7, 3)
+    size = float(sets.predict(x).size.double().mean())
+    assert repr(sets.predict(x)) == f"<PredictionSets: 7 inputs, {size:.3g} classes on average>"
+    assert repr(sets) == f"<ConformalSets: level 0.9, threshold, {COUNT} calibration data>"
     data, (x, _) = numbers(COUNT, generator(10)), numbers(7, generator(11))
     low, high = regressor().conformal([data], LEVEL).predict(x)
     p, new = regressor().predict(data[0]), regressor().predict(x)
     half = (((data[1] - p.mean).abs() / p.std).flatten().sort().values[35]) * new.std
     assert_close(low, new.mean - half)
     assert_close(high, new.mean + half)
+
+
+def labels(outputs: int) -> tuple[lw.Fitted, Tensor, Tensor]:
+    """Return a posterior of binary labels, inputs, and labels that mostly follow it."""
+    x = torch.randn(400, 2, dtype=D, generator=generator(70))
+    model = nn.Linear(2, outputs).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[4.0, 1.0], [-1.0, 5.0]], dtype=D)[:outputs])
+        model.bias.zero_()
+        y = (torch.rand(400, outputs, dtype=D, generator=generator(71)) < model(x).sigmoid()).double()
+    return lw.fit(model, [(x[:100], y[:100])], lw.Bernoulli(), method=lw.Full(), prior=5.0), x[100:], y[100:]
+
+
+def test_sets_of_a_binary_label_hold_zero_and_one() -> None:
+    posterior, x, y = labels(1)
+    sets = posterior.conformal([(x, y)], LEVEL, score="threshold")
+    scores = 1 - torch.cat([1 - posterior.predict(x).probs, posterior.predict(x).probs], 1)
+    own = scores.gather(1, y.long())
+    assert torch.equal(sets.predict(x).members, scores <= own.sort(0).values[math.ceil(301 * LEVEL) - 1])
+    several, x, y = labels(2)
+    with pytest.raises(lw.LapwingError, match="2 binary labels for each input; expected one label, or classes"):
+        several.conformal([(x, y)], LEVEL)
+
+
+@pytest.mark.parametrize("by", ["confidence", "entropy"])
+def test_an_input_with_several_labels_is_right_if_all_are(by: str) -> None:
+    posterior, x, y = labels(2)
+    rule = posterior.abstain([(x, y)], 0.4, by=by)
+    probs = posterior.predict(x).probs
+    doubt = torch.minimum(probs, 1 - probs).amax(1) if by == "confidence" else posterior.predict(x).entropy
+    answers, answered = rule.answers(x)
+    assert torch.equal(answers, (probs > 0.5).long())
+    assert torch.equal(answered, doubt < rule.threshold)
+    assert rule.observed == pytest.approx(float((answers != y).any(1)[answered].double().mean()))
+    assert repr(rule).startswith(f"<Abstention: answers {100 * rule.share:.3g} % by {by}, risk at most 0.4 ")
+    curve = rule.plot().get_lines()[0].get_ydata()
+    assert curve[-1] == pytest.approx(float((answers != y).any(1).double().mean()))
 
 
 def test_several_outputs_are_each_covered() -> None:
@@ -197,6 +237,8 @@ def test_refused_sets() -> None:
         classifier().conformal(data, 0.8, groups=torch.tensor([0, 0, 0, 0, 0, 0, 1, 1]))
     with pytest.raises(lw.LapwingError, match=r"groups have the shape \(3,\)"):
         classifier().conformal(data, 0.8, groups=torch.tensor([0, 0, 1]))
+    with pytest.raises(lw.LapwingError, match="groups were given and the calibration had none"):
+        classifier().conformal(data, 0.5).predict(data[0][0], groups=torch.zeros(8, dtype=torch.long))
     grouped = classifier().conformal(data, 0.5, groups=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]))
     with pytest.raises(lw.LapwingError, match="groups is None; expected the group number of each input"):
         grouped.predict(data[0][0])

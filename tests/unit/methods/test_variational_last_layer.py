@@ -192,7 +192,9 @@ def test_drawn_functions_are_those_of_networks_with_drawn_weights() -> None:
     draws = posterior.function_samples(NEW, 3000, seeded())
     assert_close(draws[:4], posterior.network_samples(NEW, 4, seeded()))
     assert_within(draws, posterior.functions(NEW).mean)
-    assert_within((draws - posterior.functions(NEW).mean).square(), posterior.functions(NEW).variance)
+    belief = posterior.functions(NEW)
+    assert_within((draws - belief.mean).square(), belief.variance)
+    assert_close(belief.centred_variance, lw.FunctionGaussian(belief.mean, belief.cov).centred_variance)
 
 
 class Counted(nn.Sequential):

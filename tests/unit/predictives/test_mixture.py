@@ -129,6 +129,19 @@ def test_draws_have_the_distribution_of_the_mixture(generator: torch.Generator) 
         assert_near(share, torch.full_like(share, 0.5 + 0.5 * level), 5 * 0.5 / math.sqrt(20_000))
 
 
+def test_the_distribution_of_a_mixture_is_the_mixture() -> None:
+    p, _ = mixture(DENSITIES, 2)
+    distribution, y = p.distribution, torch.randn(B, 2, dtype=D)
+    assert (distribution.batch_shape, distribution.event_shape) == ((B,), (2,))
+    for found, expected in (
+        (distribution.mean, p.mean), (distribution.variance, p.variance), (distribution.log_prob(y), p.log_prob(y)),
+        (distribution.entropy(), p.entropy),
+    ):  # fmt: skip
+        assert_close(found, expected)
+    assert distribution.sample((5, 3)).shape == (5, 3, B, 2)
+    assert distribution.sample().shape == (B, 2)
+
+
 def test_counts_are_averages(generator: torch.Generator) -> None:
     p, components = mixture([lw.Poisson()] * 3, 2, widest=0.1)  # of log-rates: wider ones give counts without end
     y = torch.randint(0, 5, (B, 2)).to(D)

@@ -517,6 +517,19 @@ def test_soft_targets_count_by_their_probabilities() -> None:
     assert float(hard.values.sum()) == pytest.approx(0.0, abs=1e-12)
 
 
+def test_offsets_of_many_labels_take_the_diagonal_of_the_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels by themselves have no other entries but those with the temperature, so that nothing is left out."""
+    x, y = rows("multilabel", 300)
+    held = HeldOutputs(x + torch.tensor([2.0, -1.0], dtype=D), y, torch.ones_like(y), exclusive=False)
+    full = learn_offset(held, lw.Bernoulli(), WIDTHS)
+    monkeypatch.setattr("lapwing.tuners.offsets.DENSE", 1)
+    diagonal = learn_offset(held, lw.Bernoulli(), WIDTHS)
+    assert full is not None
+    assert diagonal is not None
+    assert_close(diagonal.values, full.values)
+    assert diagonal.log_odds == pytest.approx(full.log_odds)
+
+
 def test_classes_with_few_rows_have_no_offset() -> None:
     x, y = rows("classification", 400)
     keep = (y != 0) | ((y == 0).cumsum(0) <= 9)
