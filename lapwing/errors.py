@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 __all__ = [
@@ -140,3 +142,14 @@ class CalibrationWarning(UserWarning):
     >>> warnings.simplefilter("error", CalibrationWarning)  # make it an error, for scripts that must not go on
     >>> warnings.simplefilter("ignore", CalibrationWarning)
     """
+
+
+_BETWEEN = (__name__.partition(".")[0], "torch", "contextlib")  # whose frames are not the user's: torch has decorators
+
+
+def warn_caller(message: str) -> None:
+    """Give a ``CalibrationWarning`` at the first line outside of the library that led here."""
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, CalibrationWarning, stacklevel=depth)

@@ -20,14 +20,14 @@ from lapwing.data.batches import Data, is_pair, refuse_unequal
 from lapwing.data.inputs import Batch, Inputs, as_tensors, merge_batches
 from lapwing.data.known_rows import KnownRows, Remark, RowSketch
 from lapwing.data.streams import has_places
-from lapwing.errors import DataError, UnsupportedError
+from lapwing.errors import DataError, UnsupportedError, warn_caller
 from lapwing.metrics import ScoreInterval
 from lapwing.networks.network import Network
 from lapwing.predictives.scores import Scoring
 from lapwing.problem import check_named_targets
 from lapwing.runtime.files import write_atomically
 from lapwing.runtime.settings import DATA, PATH, Rule, describe
-from lapwing.runtime.threads import should_show_progress, warn_caller
+from lapwing.runtime.threads import should_show_progress
 
 if TYPE_CHECKING:
     from lapwing.fitted import Fitted

@@ -45,19 +45,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from lapwing.errors import CalibrationWarning, UnsupportedError
+from lapwing.errors import UnsupportedError
 from lapwing.runtime.settings import FLAG, NONE
-
-BETWEEN = (__name__.partition(".")[0], "torch", "contextlib")  # whose frames are not the user's: torch has decorators
-
-
-def warn_caller(message: str) -> None:
-    """Give a ``CalibrationWarning`` at the first line outside of the library that led here."""
-    frame, depth = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(message, CalibrationWarning, stacklevel=depth)
-
 
 LOCK = threading.RLock()  # of the settings below, and of models that run themselves instead of a copy
 FORWARD_MODE = threading.RLock()  # PyTorch has one level of forward mode for all threads: the first that leaves ends it

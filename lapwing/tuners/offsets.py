@@ -27,13 +27,13 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import check_finite
 from lapwing.data.known_rows import KnownRows
 from lapwing.data.processes import Processes
+from lapwing.errors import warn_caller
 from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.networks.network import Network
 from lapwing.posteriors.base import Posterior, Trace
 from lapwing.posteriors.mixture import Belief, Cell
 from lapwing.problem import Problem, check_named_targets, first_samples
 from lapwing.runtime.memory import batch_size_for
-from lapwing.runtime.threads import warn_caller
 from lapwing.tuners.base import Tuner, TunerWithSettings
 from lapwing.tuners.grid import CellGrid, counted_scores, mean_score
 
