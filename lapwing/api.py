@@ -36,7 +36,7 @@ from lapwing.networks.forward import (
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import group_names, scale_free_groups
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.base import MANY, Posterior
+from lapwing.posteriors.base import MANY_OUTPUTS, Posterior
 from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.priors import Prior
 from lapwing.problem import Problem, check_named_targets, check_targets, check_targets_for, mean_squared_residual
@@ -53,13 +53,13 @@ from lapwing.tuners.mixing import Budget, Integrate
 if TYPE_CHECKING:
     from lapwing.crossfit import Sibling
 
-LARGEST = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
-ROWS = 600  # data that it is computed from, if there are more
-COMPARED = 200  # data at which the two are compared
+EXACT_SIZE = 4096  # weights or rows up to which the default for Gaussian noise includes the exact posterior
+EXACT_ROWS = 600  # data that it is computed from, if there are more
+COMPARED_ROWS = 200  # data at which the two are compared
 FEW_OUTPUTS = 3  # of an input, up to which a Jacobian of so many data is small
-MEMORY = 2**30  # bytes of the rows of a Jacobian for it
-SMALLEST_REST = 1e-3  # of a variance that its own datum leaves: rounding is not divided by
-LOOKED = 4  # samples from which ``Auto`` reads the sizes of a network
+EXACT_BYTES = 2**30  # bytes of the rows of a Jacobian for it
+MIN_REST = 1e-3  # of a variance that its own datum leaves: rounding is not divided by
+SIZE_SAMPLES = 4  # samples from which ``Auto`` reads the sizes of a network
 
 
 @outside_autocast
@@ -479,7 +479,7 @@ def choose_by_cost(auto: Auto, problem: Problem, data: Data) -> tuple[Method, st
     auto = replace(auto, gpu=auto.gpu or network.device.type == "cuda")
     rows, few = 0, None
     for batch in data.batches("counting", weighted=True):
-        few = network.take(batch.inputs, slice(0, LOOKED)) if few is None else few
+        few = network.take(batch.inputs, slice(0, SIZE_SAMPLES)) if few is None else few
         # Ignored data count too: they have rows of zeros in a design.
         rows += check_targets(network, problem.likelihood, batch)[0].numel()
     rows, few = sum(data.processes.gather_numbers(rows)), data.processes.first_available(few)
@@ -541,25 +541,32 @@ def exact_component(
     """Return the exact posterior that the default for Gaussian noise averages with ``Kron``, and the factor of its V.
 
     None if the problem is too large for it. ``Kron`` is too narrow where networks are trained for long, the exact
-    posterior where they are not. Of more than ``ROWS`` data it takes so many, drawn at random, each of which counts for
-    several: with all it would cost more than the training.
+    posterior where they are not. Of more than ``EXACT_ROWS`` data it takes so many, drawn at random, each of which
+    counts for several: with all it would cost more than the training.
     """
     problem, statistics = posterior.problem, posterior.statistics
     size, outputs = problem.network.selection.size, statistics.outputs
     rows = statistics.data * outputs
-    if torch.Size(problem.network.output_shape).numel() > MANY:  # a backward pass for every output of every input
+    if torch.Size(problem.network.output_shape).numel() > MANY_OUTPUTS:  # each takes a backward pass for every input
         return None
     counted = data.processes.all_true(not data.has_weights)  # a sum of weights does not say how many rows there are
-    small = size <= LARGEST or (counted and rows <= LARGEST)
+    small = size <= EXACT_SIZE or (counted and rows <= EXACT_SIZE)
     method: Method = KernelSpace()
-    if small and ROWS * outputs < size and outputs <= FEW_OUTPUTS and 8 * ROWS * outputs * size <= MEMORY:
-        data = _draw_rows(problem.network, data, ROWS / statistics.data, generator)
-    elif size <= LARGEST:
+    if (
+        small
+        and EXACT_ROWS * outputs < size
+        and outputs <= FEW_OUTPUTS
+        and 8 * EXACT_ROWS * outputs * size <= EXACT_BYTES
+    ):
+        data = _draw_rows(problem.network, data, EXACT_ROWS / statistics.data, generator)
+    elif size <= EXACT_SIZE:
         method = Full()
-    elif not (small and rows <= size and 8 * rows * size <= MEMORY and data.processes.all_true(data.is_repeatable())):
+    elif not (
+        small and rows <= size and 8 * rows * size <= EXACT_BYTES and data.processes.all_true(data.is_repeatable())
+    ):
         return None
     exact = learn_precision(method.fit(problem, data, generator), None, data)
-    apart = problem.network.normalised or statistics.data > 2 * ROWS
+    apart = problem.network.normalised or statistics.data > 2 * EXACT_ROWS
     return exact, _agreed_scale(posterior, exact, data) if apart else 1.0
 
 
@@ -600,10 +607,10 @@ def _agreed_scale(posterior: Posterior, exact: Posterior, data: Data) -> float:
     for batch in data.batches("comparing variances", weighted=True):
         wide, own = (belief.variance.double() for belief in beliefs_at([posterior, exact], batch.inputs))
         weights = 1.0 if batch.weights is None else expand_weights(batch.weights, own)
-        left_out = own / (1 - weights * own / phi.to(own)).clamp_min(SMALLEST_REST)
+        left_out = own / (1 - weights * own / phi.to(own)).clamp_min(MIN_REST)
         variances.append(torch.stack([wide.flatten(), left_out.flatten()], 1))
         count += batch.n_samples
-        if count >= COMPARED:
+        if count >= COMPARED_ROWS:
             break
     everywhere = data.processes.gather_rows(torch.cat(variances) if variances else None)
     assert everywhere is not None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DISTINCT = 3.0  # standard errors between two evidences that decide their order; the errors are estimates themselves
-DRAWS = 2**14  # of the errors, over which probabilities are averaged
+ERROR_DRAWS = 2**14  # of the errors, over which probabilities are averaged
 FITTED = of_class("a posterior that fit() made", Fitted, DataError)
 
 
@@ -129,7 +129,7 @@ def _probabilities(ranked: Sequence[Candidate]) -> list[float]:
     values, spread = torch.tensor([(row.log_evidence, row.error) for row in ranked], dtype=torch.float64).unbind(1)
     means = values.softmax(0)
     if bool(spread.any()):
-        z = torch.randn(DRAWS, len(ranked), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        z = torch.randn(ERROR_DRAWS, len(ranked), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         means = torch.stack([(values + sign * spread * z).softmax(1).mean(0) for sign in (1, -1)]).mean(0)
     return [float(mean) for mean in means]
 
@@ -174,7 +174,7 @@ def _findings(ranked: tuple[Candidate, ...], gammas: Mapping[str, EffectiveParam
     return tuple(findings)
 
 
-PRINTED = ("accuracy", "brier", "ece", "rmse", "crps", "coverage")  # scores beside the NLL; ``scores`` has all
+PRINTED_SCORES = ("accuracy", "brier", "ece", "rmse", "crps", "coverage")  # scores beside the NLL; ``scores`` has all
 
 
 POSTERIORS = Rule(
@@ -225,7 +225,7 @@ class Evaluations:
         raise DataError(f"there is no posterior {name!r}; expected one of {', '.join(row.name for row in self.rows)}.")
 
     def __str__(self) -> str:
-        others = [name for name in self.rows[0].scores if name in PRINTED]
+        others = [name for name in self.rows[0].scores if name in PRINTED_SCORES]
         table = [("name", "nll", "behind the best", "", *others, "seconds", "weights", "stored")]
         size = max(abs(row.scores["nll"].value) for row in self.rows)
         decimals = max(decimals_of(row.scores["nll"]) for row in self.rows)

@@ -24,7 +24,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional
 from lapwing.posteriors.base import (
     SAMPLES_RULE,
-    SUM,
+    SUM_OVER_DATA,
     EffectiveParameters,
     Posterior,
     Trace,
@@ -905,7 +905,7 @@ class Fitted:
         more = self.network.read_data(
             data, "new data", target_key=target_key, progress=shown, processes=self.processes, keep_sketch=True
         )
-        self.posterior.require(Posterior.updated, SUM, self.method)
+        self.posterior.require(Posterior.updated, SUM_OVER_DATA, self.method)
         with self.processes.share_errors():
             rows = self.rows.with_training(more.sketch())
             return replace(self, posterior=self.posterior.updated(more, generator), rows=rows)

@@ -29,8 +29,8 @@ __all__ = [
 ]  # fmt: skip
 
 Precisions = float | Tensor | Mapping[str, float]
-RANGE = (1e-10, 1e12)  # precisions outside are not an optimum, see ``in_range``
-STARTS = (1e-6, 1e8)  # range of starting precisions, for weights that are very large or all at the prior mean
+PRECISION_RANGE = (1e-10, 1e12)  # precisions outside are not an optimum, see ``in_range``
+START_RANGE = (1e-6, 1e8)  # range of starting precisions, for weights that are very large or all at the prior mean
 
 
 class Prior:
@@ -236,7 +236,7 @@ class BoundPrior(Prior):
         the mean square of the weights.
         """
         size = float((theta - self.mean).detach().double().square().mean())
-        return RANGE[0] < min(values) * max(1.0, size) and max(values) < RANGE[1]
+        return PRECISION_RANGE[0] < min(values) * max(1.0, size) and max(values) < PRECISION_RANGE[1]
 
     def squares(self, theta: Tensor) -> Tensor:
         """Return sums of squares of the weights that share a precision, times their scale."""
@@ -348,7 +348,7 @@ def starting_precisions(prior: BoundPrior, theta: Tensor, rows: float) -> Tensor
     """
     if prior.values.numel() == theta.numel():  # one for each weight: a single square says nothing
         return single_starting_precision(theta, rows).to(prior.values).expand(prior.values.shape).clone()
-    return group_starting_precisions(prior, theta, rows).clamp(*STARTS)
+    return group_starting_precisions(prior, theta, rows).clamp(*START_RANGE)
 
 
 def group_starting_precisions(prior: BoundPrior, theta: Tensor, rows: float) -> Tensor:
@@ -362,7 +362,7 @@ def group_starting_precisions(prior: BoundPrior, theta: Tensor, rows: float) -> 
 
 def single_starting_precision(theta: Tensor, rows: float) -> Tensor:
     """Return one precision for all weights, ()."""
-    return (_share(theta, rows) * theta.numel() / theta.double().square().sum()).clamp(*STARTS)
+    return (_share(theta, rows) * theta.numel() / theta.double().square().sum()).clamp(*START_RANGE)
 
 
 def _share(theta: Tensor, rows: float) -> float:

@@ -30,7 +30,7 @@ from lapwing.runtime.memory import budget, chunks, concat_chunks
 from lapwing.runtime.settings import describe_kind
 from lapwing.runtime.threads import generator_or_default, normal
 
-CACHE = 0.5  # share of the byte budget for layer factors that are kept between products
+CACHE_SHARE = 0.5  # share of the byte budget for layer factors that are kept between products
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +96,9 @@ class NetworkDesign:
     """Products with Rᵀ J at unit dispersion, for many vectors at once.
 
     The layer-wise factors of a chunk give J v and Jᵀ u in two products for each vector and layer, half of the cost of
-    forward and backward passes, after the backward passes for its seeds. If the factors of all data fit ``CACHE``,
-    those are made once; otherwise at every pass, streaming. ``part`` limits the samples of one part; if it is None,
-    only memory does.
+    forward and backward passes, after the backward passes for its seeds. If the factors of all data fit
+    ``CACHE_SHARE``, those are made once; otherwise at every pass, streaming. ``part`` limits the samples of one part;
+    if it is None, only memory does.
     """
 
     network: Network
@@ -125,7 +125,7 @@ class NetworkDesign:
         if part is not None and part < 1:
             raise DataError(f"part is {part}; expected at least one datum in each part.")
         if cache is None:
-            cache = int(CACHE * budget(network.device))
+            cache = int(CACHE_SHARE * budget(network.device))
         data, processes = data.requiring_same_rows(), data.processes
         given, kept_data = data, keep_in_memory(data, cache)
         given.refuse_same_parts()
@@ -279,8 +279,8 @@ def keep_in_memory(data: Data, most: int) -> Data:
     return Data(kept, data.device, progress=data.progress, processes=data.processes)
 
 
-KEPT = 0.5  # share of the byte budget for the Jacobian over all data, if it is kept
-EXACT = 2**28  # largest Jacobian in bytes that is kept in float64 for networks of any dtype
+DENSE_SHARE = 0.5  # share of the byte budget for the Jacobian over all data, if it is kept
+MAX_DOUBLE_BYTES = 2**28  # largest Jacobian in bytes that is kept in float64 for networks of any dtype
 
 
 def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> TangentModel:
@@ -291,9 +291,9 @@ def tangent_model(network: Network, likelihood: Likelihood, data: Data) -> Tange
         seen = batch.targets.shape if len(shape) == 2 else batch.targets.shape[:1]  # tokens may differ between batches
         rows += seen[:2].numel() * shape[-1]
     most = max(data.processes.gather_numbers(rows))
-    room = int(KEPT * budget(network.device))
+    room = int(DENSE_SHARE * budget(network.device))
     entries = most * network.selection.size
-    dtype = torch.float64 if 8 * entries <= EXACT else network.dtype
+    dtype = torch.float64 if 8 * entries <= MAX_DOUBLE_BYTES else network.dtype
     if entries * torch.finfo(dtype).bits // 8 <= room:
         return DenseTangent.build(network, likelihood, data, rows, dtype)
     return StreamedTangent(network, likelihood, data)

@@ -19,14 +19,14 @@ from lapwing.networks.network import plain_passes, trainable_names
 from lapwing.problem import Problem
 from lapwing.values.gaussian import FunctionGaussian
 
-LONGEST = 10.0  # seconds that a trial of a method may take, by its count; longer ones are counted at measured speeds
-SHORT = 0.5  # seconds up to which a call is repeated, and a trial with more data
-BRIEF = 0.02  # seconds up to which a call is repeated more than three times
-COPIES = 4  # factor between the numbers of copies of the batch in two trials
-GROWTH = 3.0  # of the time between the first trial and the last, so that their difference is not noise
+TRIAL_SECONDS = 10.0  # that a trial of a method may take, by its count; longer ones are counted at measured speeds
+SHORT_SECONDS = 0.5  # seconds up to which a call is repeated, and a trial with more data
+BRIEF_SECONDS = 0.02  # seconds up to which a call is repeated more than three times
+COPY_FACTOR = 4  # factor between the numbers of copies of the batch in two trials
+TIME_RATIO = 3.0  # of the time between the first trial and the last, so that their difference is not noise
 CLOCK = time.perf_counter
-SQUARE = 384  # rows of the matrices whose product and decomposition are timed
-LARGEST = 3072  # rows of the matrix that is decomposed on a GPU, where small ones are far slower by operation
+TIMED_SIZE = 384  # rows of the matrices whose product and decomposition are timed
+TIMED_SIZE_ON_GPU = 3072  # rows of the matrix that is decomposed on a GPU, where small ones are far slower by operation
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class Trials:
         time_of = lambda call: shortest_time(call, network.device)
         with plain_passes(network, inputs, trainable_names(network.model)) as plain:
             forward, training = time_of(plain.forward), time_of(plain.training)
-        rows = SQUARE
+        rows = TIMED_SIZE
         if network.device.type != "cpu":  # as many as the largest factor has
             sides = [side for block in workload.blocks if block.form is not None for side in block.form[1:]]
-            rows = min(max([SQUARE, *sides]), LARGEST)
-        square, larger = (torch.eye(n, dtype=torch.float64, device=network.device) + 1 for n in (SQUARE, rows))
+            rows = min(max([TIMED_SIZE, *sides]), TIMED_SIZE_ON_GPU)
+        square, larger = (torch.eye(n, dtype=torch.float64, device=network.device) + 1 for n in (TIMED_SIZE, rows))
         each = Work(
             training / (network.count(inputs) * workload.training),
-            time_of(lambda: square @ square) / SQUARE**3,
+            time_of(lambda: square @ square) / TIMED_SIZE**3,
             time_of(lambda: eigh(larger)) / rows**3,
         )
         return cls(problem, inputs, targets, workload, forward, training, each)
@@ -83,12 +83,12 @@ class Trials:
             return cost
         counted = self._with_seconds(cost, self._fit_seconds(cost), self.count * self._seconds(cost.predict))
         form = method.trial(self.workload)
-        copies = (1, COPIES, COPIES**2)  # some methods take more data than one batch
+        copies = (1, COPY_FACTOR, COPY_FACTOR**2)  # some methods take more data than one batch
         few = next((n for n in copies if form is not None and self._expected(form, n).supported), None)
         if form is None or few is None:
             return counted
         expected = self._expected(form, few)
-        if self._fit_seconds(expected) + 2 * self.count * self._seconds(expected.predict) > LONGEST:
+        if self._fit_seconds(expected) + 2 * self.count * self._seconds(expected.predict) > TRIAL_SECONDS:
             return counted
         try:
             short = self._run(form, few, warm=False)
@@ -107,13 +107,13 @@ class Trials:
 
         On a GPU a small fit takes hardly longer for four batches than for one, so copies are added until it does.
         """
-        if short.fit >= SHORT:
+        if short.fit >= SHORT_SECONDS:
             twice = self._expected(form, 2 * copies)
-            useful = twice.supported and twice.once.total and 2 * short.fit + short.once < LONGEST
+            useful = twice.supported and twice.once.total and 2 * short.fit + short.once < TRIAL_SECONDS
             return self._run(form, 2 * copies) if useful else None
         long = None
-        while long is None or (short.once < SHORT and long.fit < min(GROWTH * short.fit, SHORT)):
-            copies *= COPIES
+        while long is None or (short.once < SHORT_SECONDS and long.fit < min(TIME_RATIO * short.fit, SHORT_SECONDS)):
+            copies *= COPY_FACTOR
             too_many = long is not None and copies * self.count > self.workload.data
             if too_many or not self._expected(form, copies).supported:
                 break
@@ -155,7 +155,7 @@ class Trials:
         predict = lambda: evaluate(posteriors[-1].predict(self.inputs))
         first = shortest_time(predict, device, once=True)
         later = shortest_time(predict, device)
-        if fit < SHORT and first > 2 * later:  # the first prediction ever, or the first of this posterior?
+        if fit < SHORT_SECONDS and first > 2 * later:  # the first prediction ever, or the first of this posterior?
             posteriors.append(form.fit(self.problem, data, None))
             first = min(first, shortest_time(predict, device, once=True))
         return Trial(self._expected(form, copies), fit, max(0.0, first - later), later)
@@ -169,7 +169,9 @@ def evaluate(predictive: Any) -> None:
 def shortest_time(call: Callable[[], object], device: torch.device, once: bool = False) -> float:
     """Return the seconds of the shortest of a few calls; a long one is not repeated."""
     seconds: list[float] = []
-    while not seconds or (not once and sum(seconds) < SHORT and (len(seconds) < 3 or sum(seconds) < BRIEF)):
+    while not seconds or (
+        not once and sum(seconds) < SHORT_SECONDS and (len(seconds) < 3 or sum(seconds) < BRIEF_SECONDS)
+    ):
         _wait(device)
         start = CLOCK()
         call()

@@ -35,7 +35,7 @@ from lapwing.networks.selection import Selection
 from lapwing.networks.tangent import LayerJacobians, Tangent
 from lapwing.priors import BoundPrior
 from lapwing.problem import Problem, Statistics, check_targets
-from lapwing.runtime.memory import PIECE, chunks
+from lapwing.runtime.memory import PIECE_SHARE, chunks
 from lapwing.runtime.settings import one_of
 from lapwing.runtime.states import SMALLEST, Array, PartOf, State, saved
 from lapwing.runtime.threads import numbered_generator
@@ -214,7 +214,7 @@ def cross_products(
     A row takes so many float64 ``numbers`` while it is computed; samples are taken in runs that fit the byte budget.
     """
     second, total = one if other is None else other, None
-    pieces = [list(chunks(each.batch, 8 * numbers * each.outputs, device, PIECE / 2)) for each in (one, second)]
+    pieces = [list(chunks(each.batch, 8 * numbers * each.outputs, device, PIECE_SHARE / 2)) for each in (one, second)]
     for here in pieces[0]:
         left = rows_of(one.samples(here))
         if total is None:
@@ -237,9 +237,9 @@ def row_products(rows: Tensor, full: bool = True) -> Tensor:
 
 
 CURVATURES = ("ggn", "fisher_mc", "empirical")
-MANY = 64  # outputs of a sample, C or T C, up to which the exact curvature is the default
-DRAWS = 4  # labels that are drawn for each datum above that
-PLAIN = "jacobian"  # the Jacobian itself, without a likelihood: one seed for each output
+EXACT_SEEDS = 64  # outputs of a sample, C or T C, up to which the exact curvature is the default
+DEFAULT_DRAWS = 4  # labels that are drawn for each datum above that
+JACOBIAN_ALONE = "jacobian"  # the Jacobian itself, without a likelihood: one seed for each output
 
 
 def refuse_open_noise(curvature: str | None, likelihood: Likelihood) -> None:
@@ -271,7 +271,7 @@ class Seeds:
     draws: int = 1
 
     def __post_init__(self) -> None:
-        one_of((*CURVATURES, PLAIN)).check("curvature", self.curvature)
+        one_of((*CURVATURES, JACOBIAN_ALONE)).check("curvature", self.curvature)
 
     @property
     def sampled(self) -> bool:
@@ -297,7 +297,7 @@ class Seeds:
         if self.observed:
             gradient = likelihood.gradient(f, y)
             return root_seeds(gradient.unsqueeze(-1) / likelihood.dispersion.to(gradient).sqrt())
-        if self.curvature == PLAIN:
+        if self.curvature == JACOBIAN_ALONE:
             return root_seeds(torch.eye(f.shape[-1]).to(f).expand(*f.shape, f.shape[-1]))
         return root_seeds(self._columns(likelihood, f, y, slice(None)))
 
@@ -415,7 +415,7 @@ class DrawError:
         return (sum(ratios) / len(ratios)) ** 0.5 if ratios else 0.0
 
 
-CLOSED = 8  # seeds of one number that a closed form takes as much memory as: a few tensors of the outputs in float64
+CLOSED_SEEDS = 8  # seeds of one number with the memory of a closed form: a few tensors of the outputs in float64
 
 
 @dataclass(eq=False)
@@ -471,7 +471,7 @@ class Sweep:
         """
         layout, every = self.network.layout, self.network.selection.index is None
         closed = self._closed_alone and every and not self.seeds.sampled and layout[0].groups == 1
-        for tangent, f, targets in self._chunks((lambda _: CLOSED) if closed else self._n_seeds):
+        for tangent, f, targets in self._chunks((lambda _: CLOSED_SEEDS) if closed else self._n_seeds):
             head = self._closed_form(tangent, f, targets) if closed else None
             if head is not None:
                 yield head[1]
@@ -489,7 +489,7 @@ class Sweep:
         """
         closed = self.has_closed_form
         alone = self._closed_alone
-        n_seeds = lambda network: CLOSED if alone else max(self._n_seeds(network), CLOSED * closed)
+        n_seeds = lambda network: CLOSED_SEEDS if alone else max(self._n_seeds(network), CLOSED_SEEDS * closed)
         for tangent, f, targets in self._chunks(n_seeds, self.network.blockwise):
             numbers = set(range(len(self.network.layout)))
             head = self._closed_form(tangent, f, targets) if closed else None
@@ -544,7 +544,7 @@ class Sweep:
 
     def _apply_weights(self, seeds: Tensor) -> Tensor:
         """Return the seeds times the roots of the samples' weights; the Jacobian itself has none."""
-        return seeds if self.seeds.curvature == PLAIN else weighted_seeds(seeds, self.weights)
+        return seeds if self.seeds.curvature == JACOBIAN_ALONE else weighted_seeds(seeds, self.weights)
 
     def _chunks(
         self, n_seeds: Callable[[Network], int], network: Network | None = None
@@ -650,14 +650,14 @@ def choose_seeds(
 ) -> Seeds:
     """Return the seeds of a curvature; without a name, the exact ones where that is affordable, else drawn ones.
 
-    Affordable are up to ``MANY`` seeds for a sample, and any number of outputs of a last layer with a closed form. A
-    noise for each output takes a pass for each output, with one seed for each of its tokens. The draws of a process do
-    not depend on those of others.
+    Affordable are up to ``EXACT_SEEDS`` seeds for a sample, and any number of outputs of a last layer with a closed
+    form. A noise for each output takes a pass for each output, with one seed for each of its tokens. The draws of a
+    process do not depend on those of others.
     """
     network, likelihood = problem.network, problem.likelihood
     refuse_open_noise(curvature, likelihood)
     if curvature is None:
-        few = Seeds(output=0 if likelihood.learns_ratios else None).count(network.output_shape) <= MANY
+        few = Seeds(output=0 if likelihood.learns_ratios else None).count(network.output_shape) <= EXACT_SEEDS
         curvature = "ggn" if few or has_closed_form(network, likelihood, alone=True) else "fisher_mc"
     if curvature != "fisher_mc":
         return Seeds(curvature)

@@ -46,8 +46,8 @@ from lapwing.runtime.states import Array, State, Stored, saved, semidefinite
 from lapwing.runtime.threads import ProgressBar, is_showing
 
 FACTOR_LIMIT = 8192  # half a gigabyte in float64, and minutes on a processor
-FEWEST = 512  # numbers below which a matrix is decomposed in a fraction of a second, so its rows are not kept
-LONG = 2e10  # multiplications from which decompositions are worth a progress bar
+MIN_KEPT_SIZE = 512  # numbers below which a matrix is decomposed in a fraction of a second, so its rows are not kept
+LONG_WORK = 2e10  # multiplications from which decompositions are worth a progress bar
 
 
 def most_rows(size: int, limit: int) -> int:
@@ -55,7 +55,7 @@ def most_rows(size: int, limit: int) -> int:
 
     Half of its size: with more, the matrix costs about the same. And no more numbers than the largest matrix has.
     """
-    return 0 if size < FEWEST else min(size // 2, limit**2 // size)
+    return 0 if size < MIN_KEPT_SIZE else min(size // 2, limit**2 // size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,7 +385,7 @@ def decompose(factors: Sequence[Factor]) -> list[Spectrum]:
     # A factor that depends on hyperparameters has a graph, which others must not become part of.
     pending = sorted(missing.values(), key=lambda f: f.numbers.requires_grad)
     sizes = [factor.order for factor in pending]
-    visible = is_showing() and 7 * sum(float(size) ** 3 for size in sizes) > LONG
+    visible = is_showing() and 7 * sum(float(size) ** 3 for size in sizes) > LONG_WORK
     fixed = sum(not f.numbers.requires_grad for f in pending)
     groups = [*group_by_size(sizes[:fixed]), *([i] for i in range(fixed, len(pending)))]
     for numbers in ProgressBar(groups, "eigendecompositions", visible):

@@ -42,7 +42,7 @@ from lapwing.runtime.settings import Latest
 from lapwing.runtime.states import ROUNDING, Array, Flag, State, saved, semidefinite, symmetric
 from lapwing.runtime.threads import math_attention
 
-COPIES = 5  # float64 numbers that a row of the Jacobian takes for each weight, while it is joined and whitened
+NUMBERS_OF_ROW = 5  # float64 numbers that a row of the Jacobian takes for each weight, while it is joined and whitened
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class FullPrecision(Precision):
             return self._by_inputs(linear_map, jacobian, full)
         parts = (
             row_products(self._white_rows(some).unflatten(0, (some.batch, jacobian.tokens, -1)), full).to(some.dtype)
-            for some in in_runs(jacobian, COPIES * self.selection.size, self.factor.device)
+            for some in in_runs(jacobian, NUMBERS_OF_ROW * self.selection.size, self.factor.device)
         )
         return concat_chunks(parts, jacobian.batch)
 
@@ -109,7 +109,7 @@ class FullPrecision(Precision):
         return 0.5 * (tall + tall.mT)
 
     def cross(self, jacobian: LayerJacobians, other: LayerJacobians | None = None) -> Tensor:
-        numbers = COPIES * self.selection.size
+        numbers = NUMBERS_OF_ROW * self.selection.size
         return cross_products(self._white_rows, jacobian, other, numbers, self.factor.device).to(jacobian.dtype)
 
     def sample(self, eps: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def full_curvature(sweep: Sweep, network: Network) -> FullCurvature:
             continue
         assert not isinstance(jacobians, HeadGGN)
         gram = gram or Gram(size, torch.float64, network.device)
-        for some in in_runs(jacobians, COPIES * size, network.device):
+        for some in in_runs(jacobians, NUMBERS_OF_ROW * size, network.device):
             gram.add(some.whole().flatten(0, 1), exact=True)
     own = [None if gram is None else gram.total(), None if pairs is None else pairs.value()]
     outer, of_pairs = sweep.processes.sum(own)
@@ -310,7 +310,7 @@ def _pair_positions(block: Block, selection: Selection, device: torch.device) ->
     return order[first], order[second]
 
 
-CANCELLED = 1e-8  # part of the prior variance below which a variance is not computed as a difference
+CANCELLED_SHARE = 1e-8  # part of the prior variance below which a variance is not computed as a difference
 
 
 class WeightRows:
@@ -419,7 +419,7 @@ class LowRankPrecision(Precision):
     def _cancels(self, jacobian: LayerJacobians, pulled: Tensor) -> bool:
         """Return whether a variance would be a difference that is mostly rounding."""
         prior = self._prior_only.quadratic(jacobian, False).reshape(-1)
-        return bool((prior - pulled.square().sum(0) < CANCELLED * prior).any())
+        return bool((prior - pulled.square().sum(0) < CANCELLED_SHARE * prior).any())
 
     def _subtract_data(self, prior: Tensor, jacobian: LayerJacobians, full: bool) -> Tensor:
         """Return J Λ⁻¹ Jᵀ in the shape of ``prior``, the covariance J A⁻¹ Jᵀ or, unless full, its diagonal.
@@ -430,7 +430,7 @@ class LowRankPrecision(Precision):
         prior_variances = (prior.diagonal(dim1=-2, dim2=-1) if full else prior).clone()
         covariance = prior.sub_(row_products(self._pull(jacobian).mT.reshape(*lead, -1), full))
         variances = covariance.diagonal(dim1=-2, dim2=-1) if full else covariance
-        if not bool((variances < CANCELLED * prior_variances).any()):
+        if not bool((variances < CANCELLED_SHARE * prior_variances).any()):
             return covariance
         if len(lead) == 1:  # between all samples
             return cross_products(self._root_rows, jacobian, None, self._numbers, covariance.device)

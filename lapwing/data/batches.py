@@ -44,7 +44,7 @@ from lapwing.runtime.threads import ProgressBar, Stream, allow_interrupts, norma
 
 Loader = Iterable[object]  # yields batches in any form that a user has
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
-BATCH = 256  # samples in a batch of a Dataset that comes without a DataLoader, and in a step of training on a pair
+BATCH_SIZE = 256  # samples in a batch of a Dataset that comes without a DataLoader, and in a step of training on a pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,7 +294,7 @@ def dataset_loader(dataset: Dataset[Any], processes: Processes) -> DataLoader[An
     A loader draws a seed for workers at every pass, from a generator of its own here: the global one is the user's.
     """
     part = None if processes.is_single_process else Part(dataset, processes.group)  # type: ignore[arg-type]
-    return DataLoader(dataset, BATCH, sampler=part, generator=torch.Generator())
+    return DataLoader(dataset, BATCH_SIZE, sampler=part, generator=torch.Generator())
 
 
 def cut_for_training(source: Any, dtype: torch.dtype) -> Any:
@@ -303,7 +303,7 @@ def cut_for_training(source: Any, dtype: torch.dtype) -> Any:
         return source
     batch = to_batch(source, None, dtype)
     per_sample = SampleRows().per_sample(batch.inputs, batch.n_samples)
-    return ShuffledPair(batch, per_sample) if batch.n_samples > BATCH and any(per_sample) else source
+    return ShuffledPair(batch, per_sample) if batch.n_samples > BATCH_SIZE and any(per_sample) else source
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,13 +318,13 @@ class ShuffledPair:
 
     def __iter__(self) -> Iterator[tuple[Inputs, Any]]:
         whole = self.whole
-        for rows in torch.randperm(whole.n_samples).split(BATCH):
+        for rows in torch.randperm(whole.n_samples).split(BATCH_SIZE):
             targets = whole.targets[rows.to(whole.targets.device)]
             weights = None if whole.weights is None else whole.weights[rows.to(whole.weights.device)]
             yield take(whole.inputs, self.per_sample, rows), targets if weights is None else Weighted(targets, weights)
 
     def __len__(self) -> int:
-        return -(-self.whole.n_samples // BATCH)
+        return -(-self.whole.n_samples // BATCH_SIZE)
 
 
 def to_batch(item: object, target_key: str | None, dtype: torch.dtype | None) -> Batch:
@@ -367,8 +367,8 @@ def _targets(given: object) -> Tensor:
         ) from error
 
 
-TOLERANCE = 1e-9  # relative gap between two sums of the same rows in another order
-NUMBERS = 2**22  # numbers that are converted to float64 at a time
+SUM_TOLERANCE = 1e-9  # relative gap between two sums of the same rows in another order
+CHUNK_NUMBERS = 2**22  # numbers that are converted to float64 at a time
 
 
 @dataclass(eq=False)
@@ -398,7 +398,9 @@ class Reading:
             return
         row = torch.zeros(count, dtype=torch.float64, device=self.sums.device)
         for table, pattern in zip(tables, self.patterns, strict=True):
-            each = torch.cat([part.double() @ pattern for part in table.split(max(1, NUMBERS // max(1, len(pattern))))])
+            each = torch.cat(
+                [part.double() @ pattern for part in table.split(max(1, CHUNK_NUMBERS // max(1, len(pattern))))]
+            )
             row += each if len(each) == count else each.sum()
         self.sums += torch.stack([row.sum(), row.square().sum(), row.abs().sum()])
 
@@ -414,7 +416,7 @@ class Reading:
             return ""
         scale = torch.maximum(self.sums, first.sums)[[2, 1]].clamp_min(torch.finfo(torch.float64).tiny)
         gap = float(((self.sums - first.sums)[:2].abs() / scale).max())
-        return f"gave other rows, by {gap:.2g} of their size" if gap > TOLERANCE else ""
+        return f"gave other rows, by {gap:.2g} of their size" if gap > SUM_TOLERANCE else ""
 
 
 def _rows_as_table(t: Tensor) -> Tensor:
@@ -445,7 +447,7 @@ class Readings:
             self.difference = self.difference or reading.difference(self.first)
 
 
-LOOKED = 3  # batches that are looked at for one with several samples
+PEEKED_BATCHES = 3  # batches that are looked at for one with several samples
 
 
 def read_items(source: Loader, drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
@@ -671,7 +673,7 @@ class Data:
         (1, 3)
         """
         batches = list[Batch]()
-        for batch in islice(self.batches("", weighted=True), LOOKED):
+        for batch in islice(self.batches("", weighted=True), PEEKED_BATCHES):
             batches.append(batch)
             if batch.n_samples > 1:
                 break

@@ -42,8 +42,8 @@ from lapwing.errors import DataError
 from lapwing.runtime.settings import KEY, describe_kind, is_data
 from lapwing.runtime.threads import ProgressBar, undisturbed, uniform
 
-PIECE = 2**16  # random keys that are drawn at a time
-KEPT = 2**28  # bytes of a loader's data that are kept to draw rows from: with fewer, other rows would be drawn
+KEYS_AT_ONCE = 2**16  # random keys that are drawn at a time
+KEPT_BYTES = 2**28  # bytes of a loader's data that are kept to draw rows from: with fewer, other rows would be drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +103,8 @@ def draw_numbers(total: int, most: int, generator: torch.Generator | None) -> Te
     ``total``.
     """
     keys, numbers = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.long)
-    for start in range(0, total, PIECE):
-        new = torch.arange(start, min(start + PIECE, total))
+    for start in range(0, total, KEYS_AT_ONCE):
+        new = torch.arange(start, min(start + KEYS_AT_ONCE, total))
         keys = torch.cat([keys, uniform((len(new),), generator, keys)])
         numbers = torch.cat([numbers, new])
         if len(keys) > most:
@@ -179,7 +179,7 @@ def _common_leaf(parts: tuple[Any, ...]) -> Any:
 
 
 def shuffle_batches(
-    data: Data, size: int, generator: torch.Generator, kept: int = KEPT, fresh: bool = False
+    data: Data, size: int, generator: torch.Generator, kept: int = KEPT_BYTES, fresh: bool = False
 ) -> Iterator[Batch]:
     """Yield batches of about ``size`` rows without end, each a random part of the data.
 

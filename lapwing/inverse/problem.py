@@ -18,7 +18,7 @@ from lapwing.inverse.priors import ClassCovariance, class_covariance, same_class
 from lapwing.linalg.operators import MatrixDesign, OperatorDesign, SparseOperator
 from lapwing.linalg.ridge import WIDE, refuse_unpaired
 from lapwing.networks.forward import (
-    REFUSED,
+    CALL_ERRORS,
     BatchCall,
     advice,
     device_of,
@@ -412,7 +412,7 @@ def _output(module: nn.Module, inputs: Inputs) -> Tensor:
             out = _tensor(module(inputs))
     except (DataError, ModelError):
         raise
-    except REFUSED as error:
+    except CALL_ERRORS as error:
         do = advice(getattr(module, "inner", module), inputs, error)
         raise InputError(f"the model raises {type(error).__name__}: {error}. {do}") from error
     check_finite(out, "outputs of the network")

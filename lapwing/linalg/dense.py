@@ -21,8 +21,8 @@ from lapwing.runtime.threads import ProgressBar, uniform
 
 # A GPU takes several launches for each column of a matrix; up to this size a processor is done before, transfer
 # included. At 192 an H200 takes .4 of the time of its host. ``python -m benchmarks.factors`` prints both times.
-HOST = 128
-BATCHED = 512  # size up to which matrices are copied into one batch; above, one of them keeps a GPU busy
+MAX_HOST_SIZE = 128
+MAX_BATCHED_SIZE = 512  # size up to which matrices are copied into one batch; above, one of them keeps a GPU busy
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,14 +42,14 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_by_size(sizes: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of the matrices that are decomposed together: those of one size, up to ``BATCHED``.
+    """Return the numbers of the matrices that are decomposed together: those of one size, up to ``MAX_BATCHED_SIZE``.
 
     >>> group_by_size([3, 2000, 3, 2000])
     [[0, 2], [1], [3]]
     """
     together: dict[int, list[int]] = {}
     for number, size in enumerate(sizes):
-        together.setdefault(size if size <= BATCHED else -number, []).append(number)
+        together.setdefault(size if size <= MAX_BATCHED_SIZE else -number, []).append(number)
     return list(together.values())
 
 
@@ -62,7 +62,7 @@ def eigh_each(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     if not matrices:
         return []
     batch = matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
-    small = batch.device.type == "cuda" and batch.shape[-1] <= HOST
+    small = batch.device.type == "cuda" and batch.shape[-1] <= MAX_HOST_SIZE
     values, vectors = (part.to(batch.device) for part in eigh(batch.cpu() if small else batch))
     counts = [len(matrix) for matrix in matrices]
     return list(zip(values.split(counts), vectors.split(counts), strict=True))
@@ -135,10 +135,10 @@ def not_definite(name: str, smallest: float) -> str:
     )
 
 
-PANEL = {"cpu": 96, "cuda": 384}  # columns that are multiplied at once with those from them on
-LOSS = 1e-3  # of the smallest eigenvalue, that products in the dtype of the rows may lose
-PENDING = 32  # products that are added in the dtype of the rows before they are added to the sum
-STRIP = 512  # rows that are mirrored at a time, which limits the extra memory; fewer if the byte budget is small
+PANEL_COLUMNS = {"cpu": 96, "cuda": 384}  # columns that are multiplied at once with those from them on
+MAX_EIGENVALUE_LOSS = 1e-3  # of the smallest eigenvalue, that products in the dtype of the rows may lose
+MAX_PENDING = 32  # products that are added in the dtype of the rows before they are added to the sum
+STRIP_ROWS = 512  # rows that are mirrored at a time, which limits the extra memory; fewer if the byte budget is small
 
 
 class Gram:
@@ -159,7 +159,7 @@ class Gram:
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device, groups: int = 1) -> None:
         self._sum = torch.zeros(groups, size, size, dtype=dtype, device=device)
-        width = PANEL.get(device.type, PANEL["cuda"])
+        width = PANEL_COLUMNS.get(device.type, PANEL_COLUMNS["cuda"])
         self._panels = [(slice(start, start + width), slice(start, size)) for start in range(0, size, width)]
         self._narrow: Tensor | None = None  # a sum in the dtype of the rows, not yet part of ``_sum``
         self._rows = self._pending = 0
@@ -219,7 +219,7 @@ class Gram:
         if self._narrow is None:
             return self._sum
         self._pending += 1
-        if self._pending > PENDING:
+        if self._pending > MAX_PENDING:
             self._flush()
         return self._narrow
 
@@ -263,7 +263,7 @@ def keeps_eigenvalues(matrix: Tensor, dtype: torch.dtype) -> bool:
 
 def _far_above_rounding(matrix: Tensor) -> bool:
     """Return whether no eigenvalue is near √d rounding units, by a Cholesky factor of the upper triangle. In place."""
-    smallest = matrix.shape[-1] ** 0.5 * torch.finfo(matrix.dtype).eps / LOSS
+    smallest = matrix.shape[-1] ** 0.5 * torch.finfo(matrix.dtype).eps / MAX_EIGENVALUE_LOSS
     matrix.diagonal(dim1=-2, dim2=-1).sub_(smallest)
     return int(torch.linalg.cholesky_ex(matrix.mT).info.abs().max()) == 0
 
@@ -279,7 +279,7 @@ def symmetrise(matrix: Tensor) -> None:
 def _strips(matrix: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield views for a few rows at a time: the block on the diagonal, the part right of it and the part below it."""
     row = 4 * matrix.element_size() * matrix.shape[:-1].numel()  # copies of a strip, for each of its rows
-    step = batch_size_for(STRIP, row, matrix.device)
+    step = batch_size_for(STRIP_ROWS, row, matrix.device)
     for start in range(0, matrix.shape[-1], step):
         here, rest = slice(start, start + step), slice(start + step, None)
         yield matrix[..., here, here], matrix[..., here, rest], matrix[..., rest, here]
@@ -628,7 +628,7 @@ def trace_pivots(kernel: Tensor, count: int, cut: float = 1e-12) -> Tensor:
     return torch.tensor(chosen, dtype=torch.long, device=kernel.device)
 
 
-CHUNK = 2**22  # distances in memory at once
+DISTANCES_AT_ONCE = 2**22  # distances in memory at once
 
 
 def kmeans(points: Tensor, count: int, generator: torch.Generator | None = None, steps: int = 25) -> Tensor:
@@ -683,7 +683,7 @@ def _nearest(points: Tensor, centres: Tensor) -> Tensor:
 
     Coordinates are relative to the mean of the centres, so that squares of a common offset do not cause rounding.
     """
-    step = max(1, CHUNK // len(centres))
+    step = max(1, DISTANCES_AT_ONCE // len(centres))
     middle = centres.double().mean(0).to(centres)
     about = centres - middle
     half = 0.5 * about.square().sum(1)

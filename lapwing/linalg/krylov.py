@@ -399,13 +399,13 @@ def randomised_eigenpairs(
 
 
 CHECK_EVERY = 20  # iterations between two computations of b - A x
-DRIFT = 0.1  # relative difference between the updated and the computed residual that is tolerated
+MAX_DRIFT = 0.1  # relative difference between the updated and the computed residual that is tolerated
 SINGULAR = 1e2 * EPS  # of the largest curvature: rounding of float64 products leaves curvature of this size
 ADVICE = (
     "Raise max_iterations, use a preconditioner, raise the prior precision, or take float64 where products are float32."
 )
-TRANSPOSE = 1e-3  # relative difference by rounding that is tolerated between a root and its transpose
-LEAST = 1e-12  # relative residuals of samples below this are rounding
+TRANSPOSE_TOLERANCE = 1e-3  # relative difference by rounding that is tolerated between a root and its transpose
+ROUNDING_RESIDUAL = 1e-12  # relative residuals of samples below this are rounding
 
 
 def conjugate_gradients(
@@ -604,7 +604,7 @@ def _residual_basis(rows: Tensor, noise: float = 0.0) -> tuple[Tensor, Tensor]:
 
 def _differ(rows: Tensor, expected: Tensor, active: Tensor) -> bool:
     """Return whether any active row differs from the expected one by more than a tenth."""
-    return bool(((rows - expected).norm(dim=1) > DRIFT * expected.norm(dim=1))[active].any())
+    return bool(((rows - expected).norm(dim=1) > MAX_DRIFT * expected.norm(dim=1))[active].any())
 
 
 def _refuse_no_adjoint(s: Tensor, root_s: Tensor, b: Tensor, adjoint_b: Tensor) -> None:
@@ -614,8 +614,8 @@ def _refuse_no_adjoint(s: Tensor, root_s: Tensor, b: Tensor, adjoint_b: Tensor) 
     """
     sizes = root_s.norm(dim=1)[:, None] * b.norm(dim=1) + s.norm(dim=1)[:, None] * adjoint_b.norm(dim=1)
     rounding = 1e3 * EPS * s.norm(dim=1)[:, None] * b.norm(dim=1)
-    gap = (root_s @ b.mT - s @ adjoint_b.mT).abs() / (sizes + rounding / TRANSPOSE).clamp_min(TINY)
-    if not float(gap.max()) <= TRANSPOSE:
+    gap = (root_s @ b.mT - s @ adjoint_b.mT).abs() / (sizes + rounding / TRANSPOSE_TOLERANCE).clamp_min(TINY)
+    if not float(gap.max()) <= TRANSPOSE_TOLERANCE:
         raise NumericalError(
             f"the root of a preconditioner and its adjoint differ by {float(gap.max()):.3g}, but they must be "
             "transposes; give both root and adjoint, such as precision.sample and precision.adjoint, or a symmetric "
@@ -652,7 +652,7 @@ def residual_sizes(noise: Tensor, rhs: Tensor, tolerance: float) -> Tensor:
 
     They are raised where the tolerance would ask for a residual below the rounding of float64.
     """
-    return torch.maximum(noise.norm(dim=1), LEAST / tolerance * rhs.norm(dim=1))
+    return torch.maximum(noise.norm(dim=1), ROUNDING_RESIDUAL / tolerance * rhs.norm(dim=1))
 
 
 class ResidualMonitor:
@@ -692,7 +692,7 @@ class ResidualMonitor:
         computed = self._rhs - self._product(x).double()
         self._computed = computed.norm(dim=1)
         enough = self._tolerance * self._sizes
-        allowed = torch.maximum(DRIFT * residual.norm(dim=1), 10 * EPS * self._norm * x.norm(dim=1))
+        allowed = torch.maximum(MAX_DRIFT * residual.norm(dim=1), 10 * EPS * self._norm * x.norm(dim=1))
         above = self._computed > enough
         drifted = above & ((computed - residual).norm(dim=1) > allowed)
         all_drifted = bool(above.any()) and torch.equal(above, drifted)
@@ -700,7 +700,7 @@ class ResidualMonitor:
         self.stalled = worst > 0.5 * self._previous
         self._previous = worst or torch.inf
         if last and bool(above.any()):
-            self._target = self._tolerance / (1 + DRIFT)
+            self._target = self._tolerance / (1 + MAX_DRIFT)
         return torch.where(drifted[:, None], computed, residual), drifted
 
     def solution(self, x: Tensor, residual: Tensor, iterations: int) -> Solution:
@@ -718,7 +718,7 @@ def not_positive_definite(curvature: float, largest: float) -> NumericalError:
     )
 
 
-CONVERGED = 1e-2  # residual of a Ritz pair, relative to its own value, up to which its value counts as exact
+CONVERGED_RESIDUAL = 1e-2  # residual of a Ritz pair, relative to its own value, up to which its value counts as exact
 CUT = 1e-12  # a new direction shorter than this, relative to the largest image, counts as zero
 
 
@@ -749,7 +749,7 @@ class DeflatedSpectrum:
         """
         # Part of a pair that has not converged would be counted twice. Its residual is compared with its value:
         # the coupling to the rest adds the squared residual over value and shift, which may be far below the largest.
-        converged = basis.pair_residuals() * basis.values[:1] <= CONVERGED * basis.values
+        converged = basis.pair_residuals() * basis.values[:1] <= CONVERGED_RESIDUAL * basis.values
         inner = basis.turn[:, converged] @ basis.turn[:, converged].mT
         project = lambda v: v - basis.rows.combine(basis.rows.coordinates(v) @ inner)  # removes the converged pairs
         for _ in range(2):

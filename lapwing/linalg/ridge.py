@@ -467,11 +467,11 @@ def _stack(features: Tensor, targets: Tensor) -> MatrixDesign:
     return replace(design, part=features.shape[1] * max(1, design.part // features.shape[1]))
 
 
-OUTSIDE = 1e-5  # relative part of a row outside the basis that counts as rounding, in single precision
-FIRST = 4  # products that a basis starts with
-LEADING = 256  # eigenvectors that stochastic descent leaves out
-TURNS = 3  # products that find them
-GROWTH = 2  # products between two looks at the residual of its solves
+OUTSIDE_TOLERANCE = 1e-5  # relative part of a row outside the basis that counts as rounding, in single precision
+FIRST_PRODUCTS = 4  # products that a basis starts with
+LEADING_VECTORS = 256  # eigenvectors that stochastic descent leaves out
+LEADING_TURNS = 3  # products that find them
+LOOK_EVERY = 2  # products between two looks at the residual of its solves
 log = logging.getLogger(__name__)
 
 
@@ -586,10 +586,12 @@ class Ridge:
 
     @cached_property
     def leading(self) -> krylov.RandomisedEigenpairs:
-        """At most ``LEADING`` leading eigenpairs of the Gram matrix, as many as fit into a third of ``bytes``."""
-        rank = max(1, min(LEADING, self.bytes // (24 * self.design.size)))
+        """Leading eigenpairs of the Gram matrix: ``LEADING_VECTORS``, or as many as fit into a third of ``bytes``."""
+        rank = max(1, min(LEADING_VECTORS, self.bytes // (24 * self.design.size)))
         generator = torch.Generator().manual_seed(self.seed)
-        return krylov.randomised_eigenpairs(self.product, self.design.size, rank, generator, self.prior.device, TURNS)
+        return krylov.randomised_eigenpairs(
+            self.product, self.design.size, rank, generator, self.prior.device, LEADING_TURNS
+        )
 
     def rescale(self, scale: Tensor) -> Ridge:
         """Return a ridge with the same noise and another D (P,); the last one is cached."""
@@ -606,7 +608,7 @@ class Ridge:
         scaled = rows.double() * self._root
         images, outside = basis.image(scaled)
         images = images * self._root
-        beyond = outside > OUTSIDE * scaled.norm(dim=1)
+        beyond = outside > OUTSIDE_TOLERANCE * scaled.norm(dim=1)
         if bool(beyond.any()):
             images[beyond] = gram_product(self.design, rows[beyond])
         return images
@@ -618,7 +620,9 @@ class Ridge:
         if basis is None:
             start = torch.cat([self.prior[: self._n_first], self._divide_by_root(self.back)[: self._n_first]])
             rounding = 10 * float(torch.finfo(self.design.like.dtype).eps)
-            basis = krylov.block_krylov(self.product, start, FIRST, tolerance=rounding, max_basis=self._max_basis)
+            basis = krylov.block_krylov(
+                self.product, start, FIRST_PRODUCTS, tolerance=rounding, max_basis=self._max_basis
+            )
             self.cache.basis = basis
         return basis
 
@@ -631,7 +635,7 @@ class Ridge:
                      float(solution.residuals.max()), shift, len(basis.rows), basis.products)  # fmt: skip
             if solution.converged:
                 break
-            self.cache.basis = basis = basis.extend(self.product, GROWTH, max_basis=self._max_basis)
+            self.cache.basis = basis = basis.extend(self.product, LOOK_EVERY, max_basis=self._max_basis)
         return basis
 
     def logdet(self, shift: Tensor, probes: int, steps: int) -> krylov.Logdet:

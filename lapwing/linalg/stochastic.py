@@ -120,11 +120,11 @@ class Inducing:
 
 
 OBJECTIVES = ("reduced", "classic")
-TAIL = 0.1  # share of the steps whose iterates sgd averages
-AVERAGED = 100  # sdd averages geometrically over about 1 / AVERAGED of its steps
+TAIL_SHARE = 0.1  # share of the steps whose iterates sgd averages
+AVERAGING_WINDOW = 100  # sdd averages geometrically over about 1 / AVERAGED of its steps
 MOMENTUM = 0.9
-POWER = 10  # power iterations for the largest eigenvalues
-ROUNDS = 20  # restarts from the residual among which the passes are divided
+POWER_ITERATIONS = 10  # power iterations for the largest eigenvalues
+RESTARTS = 20  # restarts from the residual among which the passes are divided
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +227,7 @@ def primal_descent(
         velocity *= MOMENTUM
         velocity -= step * (1 - t / steps) * function.estimate(ahead, part, rows, passes.count)
         z = z + velocity
-        if t >= (1 - TAIL) * steps - 1:
+        if t >= (1 - TAIL_SHARE) * steps - 1:
             averaged += 1
             mean += (z - mean) / averaged
     return mean
@@ -246,7 +246,7 @@ def dual_descent(
     and vanishes at the solution, so no noise remains there.
     """
     step = passes.step(system.shift, generator, dual=True) if step is None else step
-    share = min(1.0, AVERAGED / (epochs * passes.count))
+    share = min(1.0, AVERAGING_WINDOW / (epochs * passes.count))
     count, prior = system.design.rows, system.prior
     # One tensor for a and u = Xᵀ a: momentum and average are linear, so they keep the relation between the two.
     point = torch.cat([torch.zeros_like(system.eps, dtype=torch.float64), torch.zeros_like(prior)], 1)
@@ -309,7 +309,7 @@ def descend_in_rounds(
     z, residual, noise, left = torch.zeros_like(system.rhs), system.rhs, system.eps, epochs
     last, image = torch.zeros_like(z), torch.zeros_like(z)
     while True:
-        first, taken = left == epochs, min(-(-epochs // ROUNDS), left)
+        first, taken = left == epochs, min(-(-epochs // RESTARTS), left)
         zeta = design.outside(system.zeta if first else residual / shift**0.5)
         rest = Perturbed(design, zeta, noise, shift)
         if dual:
@@ -379,7 +379,7 @@ class Passes:
         like = torch.empty(0, dtype=torch.float64, device=self.design.like.device)
         v, u = normal((1, self.design.size), generator, like), normal((1, self.design.rows), generator, like)
         whole, worst = 0.0, 0.0
-        for _ in range(POWER):
+        for _ in range(POWER_ITERATIONS):
             v, image, worst = v / v.norm().clamp_min(TINY), torch.zeros_like(v), 0.0
             for part, rows in parts_with_rows(self.design):
                 image += part.back(part.forward(v))

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lapwing.curvature.base import MANY
+from lapwing.curvature.base import EXACT_SEEDS
 from lapwing.curvature.blocks import most_rows
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, tensors_in
@@ -28,15 +28,15 @@ from lapwing.data.processes import Processes
 from lapwing.errors import ModelError, UnsupportedError
 from lapwing.networks.forward import has_dropout
 from lapwing.networks.jacobians import Block, BlockJacobian, Footprint, temporary_bytes
-from lapwing.networks.linear_jacobian import NEAR
+from lapwing.networks.linear_jacobian import PIECE_BYTES
 from lapwing.networks.network import Network, plain_passes, trainable_names
 from lapwing.networks.selection import Weights
-from lapwing.posteriors.base import MANY as MANY_PREDICTED
-from lapwing.posteriors.base import SAMPLES, Posterior
+from lapwing.posteriors.base import DEFAULT_SAMPLES, Posterior
+from lapwing.posteriors.base import MANY_OUTPUTS as MANY_PREDICTED
 from lapwing.problem import Problem
 from lapwing.runtime.memory import budget
 from lapwing.runtime.settings import HasSettings, Rule
-from lapwing.tangent import CACHE
+from lapwing.tangent import CACHE_SHARE
 
 M = TypeVar("M", bound="Method")
 
@@ -481,7 +481,7 @@ class Workload:
 
     def with_curvature(self, curvature: str | None, draws: int) -> Workload:
         """Return the workload of this curvature; None is the default, an estimate where there are many outputs."""
-        many = self.outputs > MANY and not all(block.closed for block in self.blocks)
+        many = self.outputs > EXACT_SEEDS and not all(block.closed for block in self.blocks)
         if curvature == "empirical":  # one gradient for each token, of the last layer too
             blocks = tuple(replace(block, closed=False) for block in self.blocks)
             return replace(self, blocks=blocks, drawn=torch.Size(self.output_shape[:-1]).numel())
@@ -528,7 +528,7 @@ class Workload:
         """Return the bytes of the largest Jacobian of one layer that is formed, for a few samples at a time."""
         sizes = [self.itemsize * seeds * block.size for block in self.blocks if block.is_shared]
         if self.device.type == "cpu":  # larger ones are formed in pieces that stay in the cache
-            sizes = [size for size in sizes if size <= NEAR]
+            sizes = [size for size in sizes if size <= PIECE_BYTES]
         each = max(sizes, default=0)
         return min((min(samples, 32) + 2) * each, temporary_bytes(self.device) + each)
 
@@ -555,7 +555,7 @@ class Workload:
     @property
     def pairs(self) -> int:
         """Pairs of functions that a prediction draws, where there are many outputs; otherwise none."""
-        return SAMPLES // 2 if self.outputs > MANY_PREDICTED else 0
+        return DEFAULT_SAMPLES // 2 if self.outputs > MANY_PREDICTED else 0
 
     @property
     def gradient(self) -> int:
@@ -597,7 +597,7 @@ class Workload:
     def kept(self) -> int:
         """Bytes of the gradients of all data, if they are kept between products; otherwise zero."""
         size = self.itemsize * self.data * sum(block.kept_numbers(self.outputs) for block in self.blocks)
-        return size if size <= CACHE * budget(self.device) else 0
+        return size if size <= CACHE_SHARE * budget(self.device) else 0
 
     def repeated_products(self, vectors: int, times: int) -> float:
         """Return the multiplications of Jᵀ J v for so many vectors v in so many passes; gradients that fit are kept."""

@@ -42,7 +42,7 @@ from lapwing.networks.tangent import LayerJacobians
 from lapwing.posteriors.base import ALL, Posterior, Trace
 from lapwing.posteriors.weight_space import Linearised, jacobian_pieces, outputs_in_pieces
 from lapwing.problem import STATISTICS, Problem, Statistics, summed_loss
-from lapwing.runtime.memory import PIECE, chunks, concat_chunks
+from lapwing.runtime.memory import PIECE_SHARE, chunks, concat_chunks
 from lapwing.runtime.settings import DATA, NONE, POSITIVE, Rule, integer, is_data, is_real, one_of, setting
 from lapwing.runtime.states import SMALLEST, WEIGHTS, Array, ListOf, Real, State, Stored, Text, saved, stored
 from lapwing.runtime.threads import generator_or_default, normal, sequential_normal
@@ -104,7 +104,7 @@ class ResponsePosterior(Posterior):
         count = places.numel()
         respond = lambda run: self._respond(x, shape, chosen, places, run, joint)
         each = PUSHES * objective.centre.nbytes
-        return Response.concat([respond(run) for run in chunks(count, each, device, 2 * PIECE)])
+        return Response.concat([respond(run) for run in chunks(count, each, device, 2 * PIECE_SHARE)])
 
     def _respond(
         self, x: Inputs, shape: tuple[int, ...], chosen: ChosenOutputs, places: Tensor, run: slice, joint: bool

@@ -29,7 +29,7 @@ from lapwing.posteriors.base import Step, Trace
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import prior_kernel, starting_precisions
 from lapwing.problem import Problem, summed_loss
-from lapwing.runtime.memory import PIECE, budget, chunks
+from lapwing.runtime.memory import PIECE_SHARE, budget, chunks
 from lapwing.runtime.settings import NONE, POSITIVE, Rule, integer, is_real, one_of, setting
 from lapwing.runtime.threads import EarlyStopping, ProgressBar, independent_generator, numbered_generator
 from lapwing.values.gaussian import FunctionGaussian
@@ -289,7 +289,7 @@ class _Rows:
         It keeps ``each`` bytes a row. Where these do not fit the byte budget, or there is no row at all, it is computed
         again in the backward pass.
         """
-        few = self.count * each <= int(PIECE * budget(self.sweep.network.device))
+        few = self.count * each <= int(PIECE_SHARE * budget(self.sweep.network.device))
         if self.kept is None or not self.count or not few:
             total: Tensor = _Again.apply(moves, self, function, size)
             return total

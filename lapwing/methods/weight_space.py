@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.curvature.base import CURVATURES, DRAWS, Sweep, accumulate, choose_seeds, refuse_open_noise
+from lapwing.curvature.base import CURVATURES, DEFAULT_DRAWS, Sweep, accumulate, choose_seeds, refuse_open_noise
 from lapwing.curvature.blocks import FACTOR_LIMIT, DiagonalSum
 from lapwing.curvature.dense import LowRankCurvature, full_curvature, full_hessian
 from lapwing.curvature.kronecker import SHARINGS, blockwise_sum, correct_eigenvalues, kronecker_curvature
@@ -38,7 +38,7 @@ from lapwing.methods.base import (
 )
 from lapwing.posteriors.weight_space import Sums, SumsData, WeightPosterior
 from lapwing.problem import Problem
-from lapwing.runtime.memory import BEYOND, batch_size_for, budget, even_chunks
+from lapwing.runtime.memory import RESULT_FACTOR, batch_size_for, budget, even_chunks
 from lapwing.runtime.settings import NONE, POSITIVE, integer, one_of, setting
 from lapwing.runtime.threads import generator_or_default
 from lapwing.tangent import NetworkDesign, refuse_unsteady
@@ -82,7 +82,7 @@ class Full(SumsData, Method):
 
     curvature: str = setting("ggn", one_of((*CURVATURES, "hessian")))
     limit: int | None = setting(None, integer() | NONE)
-    draws: int = setting(DRAWS, integer())
+    draws: int = setting(DEFAULT_DRAWS, integer())
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Full(), "network"),))
 
@@ -104,7 +104,7 @@ class Full(SumsData, Method):
         """Return the largest number of weights that is accepted on a device."""
         if self.limit is not None:
             return self.limit
-        return max(ALWAYS, math.isqrt(BEYOND * budget(device) // (8 * MATRICES)))
+        return max(ALWAYS, math.isqrt(RESULT_FACTOR * budget(device) // (8 * MATRICES)))
 
     def cost(self, workload: Workload) -> Cost:
         size, most = workload.weights, self._most(workload.device)
@@ -311,7 +311,7 @@ class Diagonal(SumsData, Method):
     """
 
     curvature: str | None = setting(None, one_of(CURVATURES) | NONE)
-    draws: int = setting(DRAWS, integer())
+    draws: int = setting(DEFAULT_DRAWS, integer())
     spans_processes: ClassVar[bool] = True
     conformance: ClassVar[Conformance] = Conformance((Exactness(lambda weights, rows: Diagonal(), "orthogonal"),))
 
@@ -340,7 +340,7 @@ class _Kronecker(Method):
     curvature: str | None = setting(None, one_of(CURVATURES) | NONE)
     sharing: str = setting("expand", one_of(SHARINGS))
     full_limit: int = setting(1024, integer(0))
-    draws: int = setting(DRAWS, integer())
+    draws: int = setting(DEFAULT_DRAWS, integer())
     factor_limit: int = setting(FACTOR_LIMIT, integer())
     spans_processes: ClassVar[bool] = True
 

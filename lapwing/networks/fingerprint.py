@@ -22,8 +22,8 @@ from lapwing.data.processes import Processes
 from lapwing.errors import FileError, ModelError
 from lapwing.runtime.states import LARGEST, Field, Known, State, Text, refusal, saved
 
-PLAIN_OUTSIDE = (float, str, bool, FunctionType, BuiltinFunctionType)
-PLAIN = (*PLAIN_OUTSIDE, int, tuple)
+PLAIN_TYPES_OUTSIDE = (float, str, bool, FunctionType, BuiltinFunctionType)
+PLAIN_TYPES = (*PLAIN_TYPES_OUTSIDE, int, tuple)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def structure_of(model: nn.Module) -> dict[tuple[str, str], object]:
     for name, module in model.named_modules():
         kind = type(module)
         facts[name, ""] = kind.__name__
-        kinds = PLAIN if kind.__module__.startswith("torch.nn.") else PLAIN_OUTSIDE
+        kinds = PLAIN_TYPES if kind.__module__.startswith("torch.nn.") else PLAIN_TYPES_OUTSIDE
         for key, value in module.__dict__.items():
             if type(value) in kinds and key[0] != "_" and key != "training":
                 facts[name, key] = getattr(value, "__qualname__", value)
@@ -210,10 +210,10 @@ def _pattern(size: int, phase: float, dtype: torch.dtype, device: torch.device) 
     return (1.5 + (steps * 0.7548776662 + phase).sin_()).to(dtype)
 
 
-ROWS = 4  # inputs
-BYTES = 2**20  # of all of them together
-LOOKED = 256  # rows of the first batch whose range is taken
-FEW = 8  # rows below which the range is that of the whole tensor: that of each entry would give the rows away
+PROBE_ROWS = 4  # inputs
+MAX_PROBE_BYTES = 2**20  # of all of them together
+RANGE_ROWS = 256  # rows of the first batch whose range is taken
+FEW_ROWS = 8  # rows below which the range is that of the whole tensor: that of each entry would give the rows away
 # Differences between processors, orders of summation and threads, relative to the largest output: far more than
 # rounding does to most networks, far less than another function does. A GPU rounds float32 factors to 10 bits.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.1}
@@ -255,7 +255,7 @@ class Probe:
             return None
         row = sum(t[:1].nbytes if own else 0 for t, own in zip(leaves, per_sample, strict=True))
         shared = sum(0 if own else t.nbytes for t, own in zip(leaves, per_sample, strict=True))
-        rows = min(ROWS, (BYTES - shared) // max(1, row))
+        rows = min(PROBE_ROWS, (MAX_PROBE_BYTES - shared) // max(1, row))
         if rows < 1:
             return None
         generator = torch.Generator().manual_seed(0)
@@ -319,8 +319,8 @@ class Probe:
 
 def _like(t: Tensor, rows: int, generator: torch.Generator) -> Tensor:
     """Return uniform numbers between the smallest and the largest ones, with so many rows; 0 rows: as many as there."""
-    seen = t.detach()[:LOOKED].cpu() if rows and t.ndim else t.detach().cpu()
-    each = rows > 0 and len(seen) >= FEW
+    seen = t.detach()[:RANGE_ROWS].cpu() if rows and t.ndim else t.detach().cpu()
+    each = rows > 0 and len(seen) >= FEW_ROWS
     wide = seen.double()
     low, high = (wide.amin(0), wide.amax(0)) if each else (wide.min(), wide.max())
     shape = (rows, *t.shape[1:]) if rows else tuple(t.shape)

@@ -222,7 +222,7 @@ def _is_pair_of_arrays(data: Any) -> bool:
 
 
 # Errors with which PyTorch and Python answer a wrong shape, dtype, device or number of arguments.
-REFUSED = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
+CALL_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
 
 
 @contextmanager
@@ -331,8 +331,8 @@ def model_output(
                 if values is None
                 else functional_call(BatchCall(one), _with_inner_names(values), (inputs,))
             )
-    except REFUSED as error:
-        if type(error) not in REFUSED:  # of the user's own, out of memory, or an operation that is not implemented
+    except CALL_ERRORS as error:
+        if type(error) not in CALL_ERRORS:  # of the user's own, out of memory, or an operation that is not implemented
             raise
         raise InputError(
             f"the model raises {type(error).__name__}: {error}. {_describe_call(model, inputs, error)}"
@@ -379,8 +379,8 @@ def loss_of_model(model: nn.Module, batch: Batch, plain_kernels: bool) -> Tensor
             without_checkpoints(),
         ):
             out = call_model(one, batch.inputs, labels=batch.targets)
-    except REFUSED as error:
-        if type(error) not in REFUSED:  # of the user's own, or out of memory
+    except CALL_ERRORS as error:
+        if type(error) not in CALL_ERRORS:  # of the user's own, or out of memory
             raise
         return None  # its labels are not targets of this kind, so there is nothing to compare with
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
@@ -515,12 +515,12 @@ def refuse_training_mode(model: nn.Module) -> None:
             )
 
 
-IDLE = "_lapwing_idle"  # attribute of private copies: those that nobody uses (of the first), or None (of the others)
+IDLE_KEY = "_lapwing_idle"  # attribute of private copies: unused copies (of the first), or None (of the others)
 OUTPUT_ATTRIBUTE = "_lapwing_output"  # attribute of private copies: the path of the output that is used, of several
-WRITTEN = "_lapwing_written"  # attribute of private copies: what a run may write, and what was in it before
-PLAIN = {bool, int, float, str, type(None)}  # types whose values lead nowhere
-LARGE = 4096  # entries from which a container holds data, and neither layers nor weights
-REBUILT = {"OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule"}  # cannot be copied part by part
+WRITTEN_KEY = "_lapwing_written"  # attribute of private copies: what a run may write, and what was in it before
+PLAIN_TYPES = {bool, int, float, str, type(None)}  # types whose values lead nowhere
+DATA_LENGTH = 4096  # entries from which a container holds data, and neither layers nor weights
+NOT_COPIED = {"OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule"}  # cannot be copied part by part
 
 
 class Idle(list[nn.Module]):
@@ -612,7 +612,7 @@ def _leaf(p: Tensor, recorded: bool) -> nn.Parameter:
 
 def can_be_copied(model: nn.Module) -> bool:
     """Return whether all modules are plain ones: compiled and scripted modules keep references of their own."""
-    return not any(type(module).__name__ in REBUILT for module in model.modules())
+    return not any(type(module).__name__ in NOT_COPIED for module in model.modules())
 
 
 def copy_modules(model: nn.Module, tensors: Mapping[int, nn.Parameter] | None = None) -> nn.Module:
@@ -620,7 +620,7 @@ def copy_modules(model: nn.Module, tensors: Mapping[int, nn.Parameter] | None = 
     copy = _CopyBuilder(dict(tensors or {}))
     new = copy.module(model)
     before: list[tuple[Any, Any]] = []
-    vars(new)[WRITTEN] = before
+    vars(new)[WRITTEN_KEY] = before
     before.extend((container, _content(container)) for container in copy.containers)
     return new
 
@@ -632,7 +632,7 @@ def _content(container: Any) -> Any:
 
 def undo_writes(model: nn.Module) -> None:
     """Undo what a run wrote into the modules of a copy, and into the dictionaries, lists and sets that they hold."""
-    for container, before in vars(model)[WRITTEN]:
+    for container, before in vars(model)[WRITTEN_KEY]:
         if isinstance(container, dict):
             if len(container) != len(before) or not all(map(operator.is_, container.values(), before.values())):
                 dict.clear(container)
@@ -644,7 +644,7 @@ def undo_writes(model: nn.Module) -> None:
 
 def make_shareable(model: nn.Module) -> nn.Module:
     """Return a private model as one that ``borrow_copy`` copies for each call."""
-    vars(model)[IDLE] = Idle()
+    vars(model)[IDLE_KEY] = Idle()
     return model
 
 
@@ -657,11 +657,11 @@ def output_of(model: nn.Module) -> tuple[str | int, ...]:
 @contextlib.contextmanager
 def borrow_copy(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a copy of a private model for one call; another model itself, to one thread at a time."""
-    if IDLE not in vars(model):
+    if IDLE_KEY not in vars(model):
         with LOCK:
             yield model
         return
-    idle: Idle | None = vars(model)[IDLE]
+    idle: Idle | None = vars(model)[IDLE_KEY]
     if idle is None:
         yield model
         return
@@ -706,16 +706,16 @@ class _CopyBuilder:
         if id(module) not in self.done:
             # Without the class's own __new__: that of a traced GraphModule makes a class without a forward.
             new = self.done[id(module)] = nn.Module.__new__(type(module))
-            vars(new).update({key: self._attribute(key, v) for key, v in vars(module).items() if key != WRITTEN})
-            vars(new)[IDLE] = None
+            vars(new).update({key: self._attribute(key, v) for key, v in vars(module).items() if key != WRITTEN_KEY})
+            vars(new)[IDLE_KEY] = None
             self.containers.append(vars(new))
         result: nn.Module = self.done[id(module)]
         return result
 
     def _attribute(self, key: str, value: Any) -> Any:
         """Return the value of an attribute. Hooks are those of the original, also if they come or go later."""
-        if key == IDLE or type(value) in PLAIN:
-            return None if key == IDLE else value
+        if key == IDLE_KEY or type(value) in PLAIN_TYPES:
+            return None if key == IDLE_KEY else value
         hooks = "_hooks" in key and isinstance(value, dict)
         if hooks and not value:
             return value
@@ -729,7 +729,7 @@ class _CopyBuilder:
         if isinstance(value, nn.Module):
             return self.module(value)
         if isinstance(value, tuple | list | dict | set):
-            if len(value) >= LARGE:
+            if len(value) >= DATA_LENGTH:
                 return value
             new = self._container(value)
             if not isinstance(value, tuple):

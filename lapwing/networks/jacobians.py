@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lapwing.errors import ModelError
 from lapwing.linalg.dense import Axes, pool_pairs
-from lapwing.runtime.memory import PIECE, chunks, even_chunks, working_memory
+from lapwing.runtime.memory import PIECE_SHARE, chunks, even_chunks, working_memory
 
 if TYPE_CHECKING:
     from lapwing.linalg.dense import Basis
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from lapwing.networks.selection import Selection
 
 
-GRADIENTS = 0.5  # share of the memory for intermediate results that the gradients of one chunk may take
-USUAL = 1.25  # copies of its gradients that a backward pass has in memory, as measured; at most two
+GRADIENT_SHARE = 0.5  # share of the memory for intermediate results that the gradients of one chunk may take
+USUAL_COPIES = 1.25  # copies of its gradients that a backward pass has in memory, as measured; at most two
 # For speed, in bytes:
-JOINED = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}  # the gradients of joined batches
-CACHED = 32 * 2**20  # gradients of a chunk on a CPU: near its caches a chunk is a third faster
-AT_ONCE = 3  # results of operations that a forward pass without gradients has in memory: input, output, a branch
-MOST = 1024  # joining more samples than this gains nothing
+JOINED_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}  # the gradients of joined batches
+CACHED_BYTES = 32 * 2**20  # gradients of a chunk on a CPU: near its caches a chunk is a third faster
+PASS_RESULTS = 3  # results of operations that a forward pass without gradients has in memory: input, output, a branch
+MAX_JOINED = 1024  # joining more samples than this gains nothing
 
 
 def temporary_bytes(device: torch.device) -> int:
     """Return the bytes that one intermediate result may take."""
-    return int(PIECE * working_memory(device))
+    return int(PIECE_SHARE * working_memory(device))
 
 
 def small_results_budget(device: torch.device) -> int:
     """Return the bytes that many small results may take together: enough to keep a GPU busy, near a CPU's caches."""
-    return min(JOINED.get(device.type, JOINED["cuda"]), temporary_bytes(device))
+    return min(JOINED_BYTES.get(device.type, JOINED_BYTES["cuda"]), temporary_bytes(device))
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Footprint:
     @property
     def passing(self) -> int:
         """The numbers that a forward pass keeps for gradients, or those of a few layers where it keeps fewer."""
-        return max(self.graph, AT_ONCE * self.widest)
+        return max(self.graph, PASS_RESULTS * self.widest)
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -86,8 +86,8 @@ class Footprint:
 
     def batch_size_for(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return how many samples are worth joining into one pass: their gradients should stay small."""
-        forward = _itemsize(dtype) * AT_ONCE * self.widest
-        most = min(MOST, temporary_bytes(device) // max(1, forward))
+        forward = _itemsize(dtype) * PASS_RESULTS * self.widest
+        most = min(MAX_JOINED, temporary_bytes(device) // max(1, forward))
         return max(1, min(most, small_results_budget(device) // self._bytes(seeds, dtype, 1)))
 
     def chunks(
@@ -95,7 +95,7 @@ class Footprint:
     ) -> Iterator[slice]:
         """Yield runs of at most ``most`` samples whose gradients for this many seeds fit the byte budget."""
         if device.type == "cpu":
-            fast = max(16, CACHED // self._bytes(seeds, dtype, 2))
+            fast = max(16, CACHED_BYTES // self._bytes(seeds, dtype, 2))
             most = fast if most is None else min(most, fast)
         return self.largest_chunks(batch, seeds, dtype, device, most)
 
@@ -104,7 +104,7 @@ class Footprint:
     ) -> Iterator[slice]:
         """Yield runs of samples that fit the byte budget, as many samples as fit, where fewer would not be faster."""
         each = self._bytes(seeds, dtype, 2)  # a backward pass needs about the same memory again
-        return chunks(batch, each + _itemsize(dtype) * self.passing, device, GRADIENTS, most)
+        return chunks(batch, each + _itemsize(dtype) * self.passing, device, GRADIENT_SHARE, most)
 
     def seed_runs(
         self, seeds: int, batch: int, dtype: torch.dtype, device: torch.device, unit: int = 1
@@ -119,14 +119,14 @@ class Footprint:
 
     def forward_runs(self, batch: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
         """Yield runs of samples whose activations fit the byte budget, for passes that record no gradients."""
-        return chunks(batch, _itemsize(dtype) * (self.passing + self.patches), device, GRADIENTS)
+        return chunks(batch, _itemsize(dtype) * (self.passing + self.patches), device, GRADIENT_SHARE)
 
     def chunk_bytes(self, batch: int, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return the bytes that the largest chunk of a batch usually takes: less than chunks are made for."""
         first = next(iter(self.chunks(batch, seeds, dtype, device)))
         samples = first.stop - first.start
         run = min(seeds, self.seeds_at_once(samples, dtype, device))
-        return int(samples * (USUAL * self._bytes(run, dtype, 1) + _itemsize(dtype) * self.passing))
+        return int(samples * (USUAL_COPIES * self._bytes(run, dtype, 1) + _itemsize(dtype) * self.passing))
 
     def seeds_at_once(self, samples: int, dtype: torch.dtype, device: torch.device, width: int = 0) -> int:
         """Return how many seeds fit the byte budget together for this many samples; at least one.
@@ -135,7 +135,7 @@ class Footprint:
         """
         fixed = _itemsize(dtype) * (self.patches + self.passing)
         each = _itemsize(dtype) * (2 * (self.held + self.whole) + width)
-        return max(1, (int(GRADIENTS * working_memory(device)) - samples * fixed) // (samples * each))
+        return max(1, (int(GRADIENT_SHARE * working_memory(device)) - samples * fixed) // (samples * each))
 
     def _bytes(self, seeds: int, dtype: torch.dtype, copies: int) -> int:
         return _itemsize(dtype) * (copies * max(1, seeds) * (self.held + self.whole) + self.patches)
@@ -371,7 +371,7 @@ def flatten_blocks(parts: list[Tensor], layout: tuple[Block, ...], selection: Se
     return selection.pick(flat) if picked else flat
 
 
-DROPPED = 13  # bits at the end of a float32 that TF32 does not have
+TF32_BITS = 13  # bits at the end of a float32 that TF32 does not have
 
 
 def coarse(x: Tensor) -> bool:
@@ -390,7 +390,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     >>> high.tolist(), low.tolist()
     ([1.0, 1.0], [0.0, 0.000244140625])
     """
-    high = (x.view(torch.int32) & -(1 << DROPPED)).view(torch.float32)
+    high = (x.view(torch.int32) & -(1 << TF32_BITS)).view(torch.float32)
     return high, x - high
 
 
@@ -415,7 +415,7 @@ def product_onto(fixed: Tensor, x: Tensor) -> Tensor:
 
 
 # A product over a whole layer runs so many times as fast, for each multiplication, as one over gathered entries.
-FASTER = 8
+LAYER_SPEED = 8
 
 
 def are_few(count: int, size: int, seeds: int, positions: int) -> bool:
@@ -423,7 +423,7 @@ def are_few(count: int, size: int, seeds: int, positions: int) -> bool:
 
     Columns take ``seeds`` numbers for each entry and sample, a product with the factors ``positions`` multiplications.
     """
-    return FASTER * seeds * count <= positions * size and 2 * count <= size
+    return LAYER_SPEED * seeds * count <= positions * size and 2 * count <= size
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lapwing.linalg.dense import Basis
 from lapwing.networks.jacobians import (
-    FASTER,
+    LAYER_SPEED,
     BlockJacobian,
     DenseJacobian,
     Entries,
@@ -31,7 +31,7 @@ from lapwing.networks.jacobians import (
 )
 from lapwing.runtime.memory import chunks, concat_chunks, even_chunks
 
-NEAR = 2**20  # bytes of a piece: half of what a core's second cache holds
+PIECE_BYTES = 2**20  # bytes of a piece: half of what a core's second cache holds
 
 
 def pieces(a: Tensor, g: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
@@ -40,7 +40,7 @@ def pieces(a: Tensor, g: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
     Inputs are a (B, T, d_in), gradients g (K, B, T, d_out).
     """
     outputs, batch, _, d_out = g.shape
-    band = max(1, NEAR // (a.element_size() * outputs * a.shape[-1]))
+    band = max(1, PIECE_BYTES // (a.element_size() * outputs * a.shape[-1]))
     for sample in range(batch):
         rows = a[sample].expand(outputs, -1, -1)
         for first in range(0, d_out, band):
@@ -78,7 +78,7 @@ def columns(a: Tensor, g: Tensor, entries: Entries) -> Tensor:
     """
     if a.shape[2] == 1:
         return _columns_at_one_position(a, g, entries)
-    if FASTER * len(entries.at) <= entries.size:
+    if LAYER_SPEED * len(entries.at) <= entries.size:
         return _gather_columns(a, g, entries)
     return _pick_columns_by_bands(a, g, entries)
 
@@ -236,7 +236,7 @@ class LinearJacobian(BlockJacobian):
         if not self.a.is_cpu or len(self.a) > 1 or self.a.requires_grad or self.g.requires_grad:
             return False
         row = self.a.element_size() * self.g.shape[1] * self.a.shape[-1]
-        return row <= NEAR < row * self.g.shape[-1]
+        return row <= PIECE_BYTES < row * self.g.shape[-1]
 
     def squares(self) -> Tensor:
         if self.positions == 1:

@@ -103,7 +103,7 @@ def plain_passes(network: Network, inputs: Inputs, names: tuple[str, ...]) -> It
         yield PlainPasses(forward, training)
 
 
-LARGEST = 2**40  # of the numbers of a footprint
+MAX_FOOTPRINT = 2**40  # of the numbers of a footprint
 
 
 def network_state(network: Network) -> State:
@@ -122,7 +122,7 @@ def network_state(network: Network) -> State:
 
 def read_facts(state: State, model: nn.Module) -> tuple[dict[str, Any], Tensor | None]:
     """Return the fields of the network of this model, and its shift; raise ``FileError`` if they do not fit it."""
-    sizes, most = ListOf(Whole()), Whole(0, LARGEST)
+    sizes, most = ListOf(Whole()), Whole(0, MAX_FOOTPRINT)
     layout = Record(
         Block, kind=Text(KINDS), weight=Text(), shape=sizes, bias=Maybe(Text()), groups=Whole(1), why=Text()
     )
@@ -130,7 +130,7 @@ def read_facts(state: State, model: nn.Module) -> tuple[dict[str, Any], Tensor |
     fields = state.read(
         names=ListOf(Text()), shapes=ListOf(sizes), layout=ListOf(layout), output_shape=ListOf(Whole(1)),
         footprint=Record(
-            Footprint, width=Whole(1, LARGEST), patches=most, whole=most, graph=later, live=later, widest=later
+            Footprint, width=Whole(1, MAX_FOOTPRINT), patches=most, whole=most, graph=later, live=later, widest=later
         ),
         forward_mode=Flag(), recurrent=Flag(), normalised=Flag(), private=Flag(), known=MapOf(Flag()),
         shift=Maybe(Array((None,))), image=Later(ListOf(Whole(1))),

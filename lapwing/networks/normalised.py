@@ -16,12 +16,12 @@ from lapwing.networks.graph import read_graph
 from lapwing.networks.network import Network
 from lapwing.networks.ops import operation
 
-FACTOR = 2.0  # a power of two, so that only eps and a true dependence change the outputs, and not rounding
-REST = "rest"
-LARGEST = 1e-2  # a relative change of the outputs above this is a dependence, whatever eps may be
-UNSEEN = 1e2  # assumed for one over the variance before a norm, where the graph does not show it
+SCALE = 2.0  # a power of two, so that only eps and a true dependence change the outputs, and not rounding
+REST_GROUP = "rest"
+MAX_CHANGE = 1e-2  # a relative change of the outputs above this is a dependence, whatever eps may be
+ASSUMED_INVERSE = 1e2  # assumed for one over the variance before a norm, where the graph does not show it
 EPS = re.compile(r"(^|_)eps(ilon)?($|_)")
-MATTERS = 1e-3  # least relative change of the outputs if each weight changes by its size; with less it is not a group
+MIN_EFFECT = 1e-3  # relative change of the outputs if each weight changes by its size; with less it is not a group
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
     for name, parameters in _candidates(network):
         if grouped & set(parameters) or sum(tensors[p].numel() for p in parameters) < 2:
             continue
-        trial = _run(network, inputs, {p: FACTOR * tensors[p] for p in parameters}, tensors)
+        trial = _run(network, inputs, {p: SCALE * tensors[p] for p in parameters}, tensors)
         follow = [after for before, after in zip(base.norms, trial.norms, strict=True) if _grew(before, after)]
         if follow:
-            scaled = {p: FACTOR * tensors[p] for p in parameters}
+            scaled = {p: SCALE * tensors[p] for p in parameters}
             buffers = dict(network.replica.named_buffers())
-            scaled.update({norm.mean: FACTOR * buffers[norm.mean] for norm in follow})
+            scaled.update({norm.mean: SCALE * buffers[norm.mean] for norm in follow})
             scaled.update({norm.variance: _quadruple(buffers[norm.variance], norm.eps) for norm in follow})
             trial = _run(network, inputs, scaled, tensors)
         change = float((trial.f - base.f).abs().max() / size)
@@ -91,7 +91,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
             continue
         each = torch.cat([(base.slopes[p] * tensors[p]).reshape(-1) for p in parameters])
         effect = float(each.norm() / size * (each.numel() / base.f.numel()) ** 0.5)
-        if effect > max(10 * change, MATTERS):
+        if effect > max(10 * change, MIN_EFFECT):
             groups.append(ScaleFree(name, parameters, bool(follow), change, tolerance))
             grouped |= set(parameters)
     return tuple(groups)
@@ -99,7 +99,7 @@ def scale_free_groups(network: Network, inputs: Inputs) -> tuple[ScaleFree, ...]
 
 def group_names(network: Network, groups: tuple[ScaleFree, ...]) -> dict[str, str]:
     """Return for every parameter the name of its group; all parameters in no group share one name."""
-    group_of = dict.fromkeys(network.selection.names, REST)
+    group_of = dict.fromkeys(network.selection.names, REST_GROUP)
     for group in groups:
         group_of.update(dict.fromkeys(group.parameters, group.name))
     return group_of
@@ -120,13 +120,13 @@ def _candidates(network: Network) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _quadruple(variance: Tensor, eps: float) -> Tensor:
     """Return four times the variance, eps included where it is small, so that a small entry does not hide a group."""
     extra = eps if eps <= 0.1 * float(variance.median()) else 0.0
-    return FACTOR**2 * (variance + extra) - extra
+    return SCALE**2 * (variance + extra) - extra
 
 
 def _grew(before: _Norm, after: _Norm) -> bool:
     """Return whether the whole input of a norm is multiplied by the factor."""
     limit = torch.finfo(before.input.dtype).eps ** 0.5 * float(before.input.abs().max())
-    return float((after.input - FACTOR * before.input).abs().max()) <= limit
+    return float((after.input - SCALE * before.input).abs().max()) <= limit
 
 
 def _run(network: Network, inputs: Inputs, values: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> _Trial:
@@ -170,6 +170,6 @@ def _tolerance(network: Network, base: _Trial) -> float:
     eps = [value for key, value in attributes if isinstance(value, float) and EPS.search(key)]
     unknown = any(isinstance(m, nn.RMSNorm) for m in network.replica.modules()) or (not eps and base.inverse > 0)
     eps += [base.eps, 1e-5 if unknown else 0.0]
-    explained = 10 * 0.375 * max(eps) * (base.inverse or UNSEEN)
+    explained = 10 * 0.375 * max(eps) * (base.inverse or ASSUMED_INVERSE)
     rounding = 1e3 * torch.finfo(base.f.dtype).eps
-    return min(max(explained, rounding), LARGEST)
+    return min(max(explained, rounding), MAX_CHANGE)

@@ -20,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 
 from lapwing.data.inputs import Inputs, check_finite, wants_slopes
 from lapwing.errors import ModelError
-from lapwing.networks.forward import REFUSED, raw_output, recording, with_output_dim
+from lapwing.networks.forward import CALL_ERRORS, raw_output, recording, with_output_dim
 from lapwing.networks.pull import by_autograd, or_zero
 from lapwing.networks.selection import Selection
 from lapwing.runtime.memory import chunks, concat_chunks
@@ -124,8 +124,8 @@ def _has_custom_function(raw: Tensor) -> bool:
 
 # Directions for each output of a sample, up to which forward mode is taken. By ``python -m benchmarks.scale_outputs``
 # both ways cost the same at 0.2 (an MLP, whose weights are read for every direction) to 2 (a transformer).
-CHEAPER = 0.5
-TOGETHER = {"cpu": 16, "cuda": 64}  # directions of one pass; more leave a CPU's caches and gain nothing
+FORWARD_SHARE = 0.5
+DIRECTIONS_AT_ONCE = {"cpu": 16, "cuda": 64}  # directions of one pass; more leave a CPU's caches and gain nothing
 
 
 def outputs_along(
@@ -141,7 +141,7 @@ def outputs_along(
         f = wanted(network(inputs).to(network.dtype))
         return f, f.new_zeros(0, *f.shape)
     n_outputs = torch.Size(network.output_shape if chosen is None else chosen.shape(network.output_shape)).numel()
-    if len(v) > CHEAPER * n_outputs or wants_slopes(inputs):
+    if len(v) > FORWARD_SHARE * n_outputs or wants_slopes(inputs):
         return _by_jacobians(network, inputs, v, chosen)
     shift = network.shift
     f, products = forward_products(network, inputs, v if shift is None else torch.cat([shift[None].to(v), v]))
@@ -204,7 +204,7 @@ def _direction_chunks(network: Network, count: int) -> Iterator[slice]:
     """Yield runs of directions that are pushed together: as weights and at one sample they should fit the budget."""
     device, bits = network.device, torch.finfo(network.dtype).bits
     size = max(network.selection.total, network.footprint.width) * bits // 8
-    return chunks(count, size, device, most=TOGETHER.get(device.type, TOGETHER["cuda"]))
+    return chunks(count, size, device, most=DIRECTIONS_AT_ONCE.get(device.type, DIRECTIONS_AT_ONCE["cuda"]))
 
 
 def _sample_chunks(network: Network, inputs: Inputs, directions: int) -> Iterator[Inputs]:
@@ -289,7 +289,7 @@ def _call(function: Functional, given: object, what: str) -> object:
     """Return the value of a function that a user gave; raise with what it got if it does not take that."""
     try:
         return function(given)
-    except REFUSED as error:
+    except CALL_ERRORS as error:
         raise ModelError(
             f"the function raises {type(error).__name__}: {error}. It got the {what}; expected a function of these. "
             "Give x= for a function of the outputs, and none for one of the weights."

@@ -529,7 +529,7 @@ OWN, POWER, MOST_OWN = 32.0, 0.75, 0.25  # 2e-4 of its own gradient in float32, 
 TOP, MOST_TOP = 64.0, 0.1  # units of the largest gradient
 
 
-PARTS = {"_parameters", "_buffers", "_modules"}
+MODULE_DICTS = {"_parameters", "_buffers", "_modules"}
 
 
 ABSENT = object()
@@ -638,7 +638,7 @@ def _copies_without_kept(replica: nn.Module) -> Iterator[tuple[str, Callable[[],
 
     for name, module in replica.named_modules():
         inside = type(module).__module__.startswith("torch.nn.")
-        own = {key: value for key, value in vars(module).items() if key not in PARTS and "_hooks" not in key}
+        own = {key: value for key, value in vars(module).items() if key not in MODULE_DICTS and "_hooks" not in key}
         for key, value in (*own.items(), *({} if inside else module._buffers).items()):
             if any(t.is_floating_point() for t in _held(value)):
                 where = f"the attribute {key!r} of {f'the module {name!r}' if name else 'the model'}"

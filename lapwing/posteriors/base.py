@@ -36,17 +36,17 @@ from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, Query, di
 # backward pass for each output, 32 functions in pairs 33 forward passes, so that from some dozens of outputs on the
 # functions are cheaper (``python -m benchmarks.scale_outputs``). Up to 256 the pairwise link stays nevertheless: it
 # has no sampling error and knows the covariance of every two logits. Above, it does not: see ``PAIRED``.
-MANY = 256
-SAMPLES = 32  # functions of a prediction, over all beliefs of a mixture
-COPIES = 3  # of the functions at some inputs: as they are computed, as they are, and what each adds to a sum
-LEAST = 2  # pairs of a belief, so that their spread gives a standard error
+MANY_OUTPUTS = 256
+DEFAULT_SAMPLES = 32  # functions of a prediction, over all beliefs of a mixture
+FUNCTION_COPIES = 3  # of the functions at some inputs: as they are computed, as they are, and what each adds to a sum
+MIN_PAIRS = 2  # pairs of a belief, so that their spread gives a standard error
 NOT_CONVERGED = 1e-2  # log-step above which a tuner has not converged
 SAMPLES_RULE = integer(0) | NONE
 
 Kept = Latest[tuple[range, ...], list[Tensor]]
 ALL = Query()  # all outputs of each input by itself
 OF_NETWORKS = ", mean of the networks"  # ends the name of a score that is a mean over several networks
-SUM = "sum over the data that others can be added to, as Full, Diagonal, Kron and KernelSpace have"
+SUM_OVER_DATA = "sum over the data that others can be added to, as Full, Diagonal, Kron and KernelSpace have"
 
 T = TypeVar("T", bound="Tunable")
 P = TypeVar("P", bound="Posterior")
@@ -265,7 +265,7 @@ class Posterior(Tunable):
 
     def updated(self: P, data: Data, generator: torch.Generator | None = None) -> P:
         """Return the posterior of the old data and these, at the same weights w̃, prior and noise."""
-        raise self.lacks(SUM)
+        raise self.lacks(SUM_OVER_DATA)
 
     def state(self) -> State:
         """Return the posterior as plain data, for a file; its class method ``from_state`` builds it again."""
@@ -345,7 +345,7 @@ def numbered_normals(numbers: range, like: Tensor) -> Tensor:
 
 def prefers_draws(members: Sequence[Posterior], network: Network, likelihood: Likelihood, x: Inputs) -> bool:
     """Return whether predictions at x use drawn functions of these posteriors unless the user asks otherwise."""
-    many = torch.Size(network.for_inputs(x).output_shape).numel() > MANY
+    many = torch.Size(network.for_inputs(x).output_shape).numel() > MANY_OUTPUTS
     return many and likelihood.prefers_samples and all(each.provides(Posterior.numbered_steps) for each in members)
 
 
@@ -365,7 +365,7 @@ def draw_numbers(
     count = samples
     if samples is None:
         network = members[0].problem.network
-        count = SAMPLES if prefers_draws([members[number] for number in drawing], network, likelihood, x) else 0
+        count = DEFAULT_SAMPLES if prefers_draws([members[number] for number in drawing], network, likelihood, x) else 0
     if not count:
         return ()
     if wants_slopes(x):
@@ -401,7 +401,7 @@ def allot(shares: Sequence[float], total: int) -> list[int]:
     >>> allot([0.7, 0.28, 0.02], 16)
     [10, 4, 2]
     """
-    least = LEAST if total >= LEAST * len(shares) else 1
+    least = MIN_PAIRS if total >= MIN_PAIRS * len(shares) else 1
     rest = max(0, total - least * len(shares))
     wanted = [max(0.0, total * share / sum(shares) - least) for share in shares]
     parts = [rest * each / (sum(wanted) or 1.0) for each in wanted]
@@ -473,14 +473,14 @@ def _by_parts(
 def pieces(network: Network, x: Inputs, pairs: int) -> Iterator[tuple[slice, Inputs]]:
     """Yield runs of inputs at which so many pairs of functions fit the budget for one result."""
     batch, outputs = network.count(x), torch.Size(network.for_inputs(x).output_shape).numel()
-    each = COPIES * (1 + pairs) * outputs * torch.finfo(network.dtype).bits // 8
+    each = FUNCTION_COPIES * (1 + pairs) * outputs * torch.finfo(network.dtype).bits // 8
     step = max(1, temporary_bytes(network.device) // each)
     for start in range(0, batch, step):
         rows = slice(start, min(batch, start + step))
         yield rows, x if step >= batch else network.take(x, rows)
 
 
-NEAR = 0.8  # share of the weights from which a network may be too small
+SATURATED_SHARE = 0.8  # share of the weights from which a network may be too small
 
 
 @dataclass(frozen=True, eq=False)
@@ -501,7 +501,7 @@ class EffectiveParameters:
     def findings(self) -> tuple[str, ...]:
         """Advice on the size of the network, if there is any to give (MacKay 1992)."""
         advice = []
-        if self.total > NEAR * self.weights:
+        if self.total > SATURATED_SHARE * self.weights:
             advice.append(
                 f"gamma is {self.total:.1f} of {self.weights} weights: nearly all are decided by the data, so the "
                 "network may be too small. Try a larger one and compare the evidence."

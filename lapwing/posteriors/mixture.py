@@ -19,7 +19,7 @@ from lapwing.networks.passes import Functional, outputs_along
 from lapwing.posteriors.base import (
     ALL,
     OF_NETWORKS,
-    SUM,
+    SUM_OVER_DATA,
     TRACE,
     Posterior,
     Trace,
@@ -51,7 +51,7 @@ from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples,
 
 Draws = Callable[[Posterior, int], Tensor]  # from a posterior and a number to so many draws
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
-SHOWN = 4  # offsets of the logits that a summary lists
+SHOWN_OFFSETS = 4  # offsets of the logits that a summary lists
 RARE = 1e-2  # weight below which a belief is dropped: each costs a product with the Jacobian at every prediction
 
 
@@ -155,7 +155,7 @@ class MixturePosterior(Posterior):
     def updated(self, data: Data, generator: torch.Generator | None = None) -> MixturePosterior:
         """Return the mixture with the data added to every posterior; precisions and weights of the cells stay."""
         for base in self.bases:
-            base.require(Posterior.updated, SUM)
+            base.require(Posterior.updated, SUM_OVER_DATA)
         new = tuple(base.updated(data, generator) for base in self.bases)
         return replace(
             self, bases=new, trace=with_update_remark(self.trace, new[0].statistics.data - self.statistics.data)
@@ -230,8 +230,8 @@ class MixturePosterior(Posterior):
         if not added or not bool((added[0] != 0).any()):
             return ""
         named = [f"{float(value):+.2f} ({k})" for k, value in enumerate(added[0].reshape(-1))]
-        named = sorted(named, key=lambda name: -abs(float(name.split()[0])))[:SHOWN]
-        more = "" if added[0].numel() <= SHOWN else ", ..."
+        named = sorted(named, key=lambda name: -abs(float(name.split()[0])))[:SHOWN_OFFSETS]
+        more = "" if added[0].numel() <= SHOWN_OFFSETS else ", ..."
         share = float(self.weights[moved].sum())
         return f" With a share of {share:.2f} logits are shifted (output in brackets): {', '.join(named)}{more}."
 

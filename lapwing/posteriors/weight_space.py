@@ -22,7 +22,7 @@ from lapwing.networks.tangent import LayerJacobians, Tangent
 from lapwing.posteriors.base import ALL, TRACE, Posterior, Trace, numbered_normals
 from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
-from lapwing.runtime.memory import PIECE, budget, concat_chunks, even_chunks
+from lapwing.runtime.memory import PIECE_SHARE, budget, concat_chunks, even_chunks
 from lapwing.runtime.settings import HasSettings, integer, refuse_undeclared
 from lapwing.runtime.states import Array, Maybe, PartOf, Real, State, Text, plain, saved, state_of, stored_fields
 from lapwing.runtime.threads import normal_rows
@@ -256,8 +256,8 @@ class Linearised(Posterior):
         return FunctionGaussian(concat_chunks(means, len(cov)), cov)
 
 
-ROUNDED = 1e-2  # condition number times the squared rounding unit, above which a variance may be 1 % off
-WIDE = 32  # outputs above which a (B, C, C) covariance is built only when asked for
+MAX_ROUNDING = 1e-2  # condition number times the squared rounding unit, above which a variance may be 1 % off
+COVARIANCE_OUTPUTS = 32  # outputs above which a (B, C, C) covariance is built only when asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,7 +365,7 @@ class WeightPosterior(Linearised):
         if query.joint:
             return super().belief(x, query)
         network = self.problem.network
-        if query.shape(network.output_shape)[-1] <= WIDE:
+        if query.shape(network.output_shape)[-1] <= COVARIANCE_OUTPUTS:
             return FunctionGaussian(*self._moments(x, query, token_covariances))
         centred = partial(output_variances, centred=True)
         deferred = Deferred(
@@ -449,7 +449,7 @@ class WeightPosterior(Linearised):
         unit times the square root of the condition number, relatively, and by its square beyond that.
         """
         dtype, condition = self.problem.network.arithmetic, self.condition
-        most = ROUNDED / torch.finfo(dtype).eps ** 2
+        most = MAX_ROUNDING / torch.finfo(dtype).eps ** 2
         if condition <= most:
             return ()
         wider = "model.float()" if torch.finfo(dtype).bits == 16 else "model.double() with data in float64"
@@ -521,7 +521,7 @@ class WeightPosterior(Linearised):
 
     def _draw_runs(self, n: int) -> Iterator[slice]:
         """Yield runs of draws of the weights that fit the byte budget: of one there are four copies for a while."""
-        most = int(PIECE * budget(self.theta.device)) // (4 * self.theta.nbytes)
+        most = int(PIECE_SHARE * budget(self.theta.device)) // (4 * self.theta.nbytes)
         return even_chunks(n, most)
 
     def numbered_steps(self, numbers: range) -> Tensor:
@@ -591,7 +591,7 @@ def beliefs_at(members: Sequence[Posterior], x: Inputs, query: Query = ALL) -> l
 def _of_one_network(members: Sequence[Posterior], x: Inputs, query: Query) -> list[FunctionGaussian]:
     """Return the belief of every posterior, all of the same network."""
     network = members[0].problem.network
-    if query.shape(network.output_shape)[-1] > WIDE:
+    if query.shape(network.output_shape)[-1] > COVARIANCE_OUTPUTS:
         return [each.belief(x, query) for each in members]
     linearised = [each for each in members if each.linearised]
     if len({id(each.shared) for each in linearised}) == 1:  # one use of the Jacobian

@@ -417,7 +417,7 @@ def whole_quantile(cdf: Callable[[Tensor], Tensor], level: float, reach: Tensor)
     return high
 
 
-SUM = 1e-3  # by which the sum of a row of soft targets may differ from one: targets in half precision are coarse
+SUM_TOLERANCE = 1e-3  # by which the sum of a row of soft targets may differ from one, as in half precision
 
 
 def is_soft(y: object, like: Tensor) -> bool:
@@ -428,7 +428,7 @@ def is_soft(y: object, like: Tensor) -> bool:
 def check_distributions(y: Tensor) -> Tensor:
     """Return probabilities of classes (..., C); raise unless every row is a distribution."""
     low, sums = float(y.min()) if y.numel() else 0.0, y.double().sum(-1)
-    wrong = (sums - 1).abs() > SUM
+    wrong = (sums - 1).abs() > SUM_TOLERANCE
     if low < 0 or bool(wrong.any()):
         found = f"an entry {low:g}" if low < 0 else f"a row with the sum {float(sums[wrong][0]):g}"
         raise DataError(

@@ -39,8 +39,8 @@ from lapwing.values.gaussian import FunctionGaussian, by_inputs, normal_nodes
 P = TypeVar("P", bound=NumberPredictive)
 
 REACH = 14.0  # sinh(14) standard deviations on either side of the mean: nothing is beyond, for Student tails either
-NODES = 512  # of the entropy's integral
-DRAWS = 2048  # for the entropy of several outputs
+ENTROPY_NODES = 512  # of the entropy's integral
+ENTROPY_DRAWS = 2048  # for the entropy of several outputs
 
 
 class NumberMixture(Mixture[P], NumberPredictive):
@@ -104,9 +104,9 @@ class DensityMixture(NumberMixture["NormalPredictive | StudentPredictive"]):
     def entropy(self) -> Tensor:
         """The entropy of y in nats, (B,): an integral for one output, a seeded average over draws for several."""
         if self.mean.shape[-1] > 1:
-            draws = self.sample(DRAWS, torch.Generator().manual_seed(0))
+            draws = self.sample(ENTROPY_DRAWS, torch.Generator().manual_seed(0))
             return -torch.stack([self.log_prob(y) for y in draws]).mean(0)
-        steps = torch.linspace(-REACH, REACH, NODES, dtype=torch.float64, device=self.mean.device)
+        steps = torch.linspace(-REACH, REACH, ENTROPY_NODES, dtype=torch.float64, device=self.mean.device)
         total = torch.zeros(self.mean.shape[:-1], dtype=torch.float64, device=self.mean.device)
         for v in steps:  # y = mean + std sinh(v): a trapezoidal rule that reaches far into the tails
             log_p = self.log_prob(self.mean + self.std * torch.sinh(v)).double()
@@ -359,7 +359,7 @@ class StudentPredictive(NumberPredictive):
         return constant + half * (digamma(half) - digamma(nu / 2))
 
 
-FEW = 64  # nodes for sums over all likely counts
+COUNT_NODES = 64  # nodes for sums over all likely counts
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -455,7 +455,7 @@ class CountPredictive(NumberPredictive):
 
     def _sum_over_counts(self, top: int, total: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return ``total`` of log p(k | rate), (B, C, nodes, counts), for counts k up to ``top``, and of weights."""
-        if FEW * top * self.mean.numel() > 2**28:
+        if COUNT_NODES * top * self.mean.numel() > 2**28:
             raise NumericalError(
                 f"the counts run to {top}, too many to sum over; the log-rate has a standard deviation of up to "
                 f"{self.belief.std.max().item():.3g}. Use the variances for an uncertainty this wide."
@@ -463,11 +463,11 @@ class CountPredictive(NumberPredictive):
         counts = torch.arange(top + 1, dtype=torch.float64, device=self.mean.device)
 
         def part(rows: slice) -> Tensor:
-            nodes, weights = normal_nodes(self.belief, rows, FEW)
+            nodes, weights = normal_nodes(self.belief, rows, COUNT_NODES)
             nodes = nodes.double().unsqueeze(-1)
             return total(counts * nodes - nodes.exp() - torch.lgamma(counts + 1), weights.double())
 
-        return by_inputs(self.belief, part, 8 * FEW * (top + 1))
+        return by_inputs(self.belief, part, 8 * COUNT_NODES * (top + 1))
 
     @cached_property
     def entropy(self) -> Tensor:

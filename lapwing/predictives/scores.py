@@ -34,8 +34,8 @@ BINS = 15  # of the calibration errors, as in ``lapwing.metrics.ece``
 LEVELS = tuple(i / 20 for i in range(1, 20))  # of the central intervals whose coverages give ``cqm``
 TINY = 1e-300  # probability below which a logarithm would be infinite
 MANY_CLASSES = 100  # up to which the class-wise calibration error is computed: it keeps bins of every class and input
-STEPS = 48  # nodes of the integrals of the CRPS on either side of the target
-REACH = 9.0  # standard deviations over which it is integrated at least
+CRPS_NODES = 48  # nodes of the integrals of the CRPS on either side of the target
+CRPS_REACH = 9.0  # standard deviations over which it is integrated at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,9 +441,9 @@ def crps(predictive: NumberPredictive, y: Tensor) -> Tensor:
     """
     mean, std, y = predictive.mean.double(), predictive.std.double(), y.double()
     total = torch.zeros_like(mean)
-    steps = torch.linspace(0, 1, STEPS, dtype=torch.float64).square()  # dense at the target
+    steps = torch.linspace(0, 1, CRPS_NODES, dtype=torch.float64).square()  # dense at the target
     for sign in (-1.0, 1.0):
-        reach = (sign * (mean - y)).clamp_min(0) + REACH * std
+        reach = (sign * (mean - y)).clamp_min(0) + CRPS_REACH * std
         before: Tensor | None = None
         for low, high in zip([0.0, *steps[:-1].tolist()], steps.tolist(), strict=True):
             cumulative = predictive.cdf((y + sign * high * reach).to(predictive.mean)).double()

@@ -263,17 +263,18 @@ class ClassesOfBatches(ClassPredictive):
         return concat_rows([member(part) for part in self.parts])
 
 
-KEPT = 2**28  # bytes of covariances that are kept
-SLAB = 2**25 + 2**16  # bytes; the C library takes pieces of more than 32 MiB from the system, and gives them back
-ALIGNED = 64  # bytes
-WIDE = 32  # outputs above which no covariance between them is kept
+COVARIANCE_BYTES = 2**28  # bytes of covariances that are kept
+SLAB_BYTES = 2**25 + 2**16  # bytes; the C library takes pieces of more than 32 MiB from the system, and gives them back
+ALIGNMENT = 64  # bytes
+COVARIANCE_OUTPUTS = 32  # outputs above which no covariance between them is kept
 
 
 def concat_batches(predictives: Iterable[Predictive], device: torch.device) -> Predictive:
     """Return the predictives of consecutive batches as one, on the device. Each is dropped once its numbers are kept.
 
     The numbers that all members follow from are kept: log-probabilities of classes, and means and variances of
-    everything else; covariances between outputs while they take at most ``KEPT`` bytes, for up to ``WIDE`` outputs.
+    everything else; covariances between outputs while they take at most ``COVARIANCE_BYTES`` bytes, for up to
+    ``COVARIANCE_OUTPUTS`` outputs.
 
     Raises:
         UnsupportedError: If the predictives have neither ``log_probs``, ``probs`` nor ``quantile``.
@@ -291,14 +292,14 @@ def concat_batches(predictives: Iterable[Predictive], device: torch.device) -> P
             continue
         if kind is ClassView:
             logs.append(slabs.copy(flat.log_probs))
-        if flat.mean.shape[-1] > WIDE:
-            nbytes = KEPT + 1
-        covariances = nbytes <= KEPT and kind is not LabelView
+        if flat.mean.shape[-1] > COVARIANCE_OUTPUTS:
+            nbytes = COVARIANCE_BYTES + 1
+        covariances = nbytes <= COVARIANCE_BYTES and kind is not LabelView
         if covariances or kind is not ClassView:
             storage = _Storage(slabs, covariances)
             parts.append(storage.copy(flat))
             nbytes += storage.nbytes if covariances else 0
-        if covariances and nbytes > KEPT:  # no covariance is kept from now on
+        if covariances and nbytes > COVARIANCE_BYTES:  # no covariance is kept from now on
             parts = [] if kind is ClassView else [_Storage(slabs, False).copy(part) for part in parts]
     if kind in (AveragedClasses, ClassView):
         classes = AveragedClasses.concat(parts) if not logs else ClassesOfBatches(concat_rows(logs), tuple(parts))
@@ -331,7 +332,7 @@ def concat_beliefs(beliefs: Iterable[FunctionGaussian], device: torch.device) ->
     form, dim = None, -1
     for belief in beliefs:
         form, dim = same_form([form, belief.form]), belief.outputs_dim
-        wide = belief.mean.shape[dim] > WIDE
+        wide = belief.mean.shape[dim] > COVARIANCE_OUTPUTS
         means.append(belief.mean.to(device))
         spreads.append((belief.variance if wide else belief.cov).to(device))
     mean, spread = concat_rows(means), concat_rows(spreads)
@@ -386,11 +387,11 @@ class _Slabs:
     def copy(self, t: Tensor) -> Tensor:
         """Return the tensor on the device, in a slab if it is small."""
         t = t.detach()
-        size = -(-t.nbytes // ALIGNED) * ALIGNED
-        if self._device.type != "cpu" or size > SLAB // 8:
+        size = -(-t.nbytes // ALIGNMENT) * ALIGNMENT
+        if self._device.type != "cpu" or size > SLAB_BYTES // 8:
             return t.to(self._device)
         if self._used + size > len(self._slab):  # a few numbers take a small one
-            room = min(SLAB, max(2 * len(self._slab), 16 * size))
+            room = min(SLAB_BYTES, max(2 * len(self._slab), 16 * size))
             self._slab, self._used = torch.empty(room, dtype=torch.uint8), 0
         place = self._slab[self._used : self._used + t.nbytes].view(t.dtype).view(t.shape)
         self._used += size
@@ -437,6 +438,6 @@ def _itself(t: Tensor) -> Tensor:
 def _refuse(outputs: int) -> Tensor:
     raise UnsupportedError(
         f"this needs the covariances between the {outputs} outputs of each row, which were not kept for all rows of "
-        f"the loader: they take more than {KEPT // 2**20} MiB, or there are more than {WIDE} outputs. Predict the "
-        "batches one by one."
+        f"the loader: they take more than {COVARIANCE_BYTES // 2**20} MiB, or there are more than "
+        f"{COVARIANCE_OUTPUTS} outputs. Predict the batches one by one."
     )

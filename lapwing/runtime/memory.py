@@ -25,14 +25,14 @@ from lapwing.errors import UnsupportedError
 from lapwing.runtime.settings import Rule, is_integer
 
 VARIABLE = "LAPWING_MEMORY"
-FREE = 0.25  # share of the free memory that is taken by default
-MOST = {"cpu": 2**32, "cuda": 2**35}  # by default never more
-FAST = {"cpu": 2**30, "cuda": 2**34}  # above this much memory for intermediate results nothing is faster
-UNKNOWN = 2**34  # free bytes that are assumed where the system does not tell
-LEAST = 2**20  # of the default, however little is free; no less is ever refused
-AGE = 10.0  # seconds after which the free memory is read again
-BEYOND = 4  # times the budget that a result which cannot be cut may take
-PIECE = 0.25  # share for one kind of intermediate result
+FREE_SHARE = 0.25  # share of the free memory that is taken by default
+MAX_DEFAULT = {"cpu": 2**32, "cuda": 2**35}  # by default never more
+MAX_WORKING_MEMORY = {"cpu": 2**30, "cuda": 2**34}  # above this much memory for intermediate results nothing is faster
+ASSUMED_FREE = 2**34  # free bytes that are assumed where the system does not tell
+MIN_DEFAULT = 2**20  # of the default, however little is free; no less is ever refused
+MAX_AGE = 10.0  # seconds after which the free memory is read again
+RESULT_FACTOR = 4  # times the budget that a result which cannot be cut may take
+PIECE_SHARE = 0.25  # share for one kind of intermediate result
 
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
@@ -123,10 +123,10 @@ def limited(size: int | str) -> Iterator[None]:
 
 def working_memory(device: torch.device) -> int:
     """Return the bytes that all intermediate results may take together: the budget, or less where more is no faster."""
-    return min(budget(device), FAST.get(device.type, FAST["cuda"]))
+    return min(budget(device), MAX_WORKING_MEMORY.get(device.type, MAX_WORKING_MEMORY["cuda"]))
 
 
-def batch_size_for(count: int, each: int, device: torch.device, share: float = PIECE) -> int:
+def batch_size_for(count: int, each: int, device: torch.device, share: float = PIECE_SHARE) -> int:
     """Return how many of ``count`` pieces of ``each`` bytes fit into a share of ``working_bytes``: at least one.
 
     >>> with limited(4000):
@@ -137,7 +137,7 @@ def batch_size_for(count: int, each: int, device: torch.device, share: float = P
 
 
 def chunks(
-    count: int, each: int, device: torch.device, share: float = PIECE, most: int | None = None
+    count: int, each: int, device: torch.device, share: float = PIECE_SHARE, most: int | None = None
 ) -> Iterator[slice]:
     """Yield ``count`` pieces of ``each`` bytes in runs of even size that fit into a share of ``working_bytes``.
 
@@ -165,11 +165,12 @@ def refuse_large_result(needed: int, device: torch.device, what: str, advice: st
     Raises:
         UnsupportedError: With the bytes that are needed, and how to allow them.
     """
-    allowed = max(LEAST, BEYOND * budget(device))
+    allowed = max(MIN_DEFAULT, RESULT_FACTOR * budget(device))
     if needed > allowed:
         raise UnsupportedError(
-            f"{what} takes {needed / 2**30:.3g} GiB at once; expected at most {allowed / 2**30:.3g} GiB, {BEYOND} "
-            f'times the byte budget. {advice}, or raise it: lw.memory.limit("{-(-needed // (BEYOND * 2**20))}MiB").'
+            f"{what} takes {needed / 2**30:.3g} GiB at once; expected at most {allowed / 2**30:.3g} GiB, "
+            f"{RESULT_FACTOR} times the byte budget. {advice}, or raise it: "
+            f'lw.memory.limit("{-(-needed // (RESULT_FACTOR * 2**20))}MiB").'
         )
 
 
@@ -214,10 +215,10 @@ def _share_of_what_is_free(device: torch.device) -> int:
     """Return the default of a device. What is free is read again only after a while: it takes a system call."""
     now = time.monotonic()
     with _LOCK:
-        read, size = _default.get(device, (now - AGE, 0))
-        if now - read >= AGE:
-            share = max(LEAST, int(FREE * _free(device)))
-            size = min(MOST.get(device.type, MOST["cuda"]), 2 ** (share.bit_length() - 1))
+        read, size = _default.get(device, (now - MAX_AGE, 0))
+        if now - read >= MAX_AGE:
+            share = max(MIN_DEFAULT, int(FREE_SHARE * _free(device)))
+            size = min(MAX_DEFAULT.get(device.type, MAX_DEFAULT["cuda"]), 2 ** (share.bit_length() - 1))
             _default[device] = now, size
     return size
 
@@ -243,7 +244,7 @@ def _free_of_the_system() -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, OSError, ValueError):  # not POSIX
-        return UNKNOWN
+        return ASSUMED_FREE
 
 
 GROUPS = (  # of containers and batch systems: limit, use, and statistics that name what of the use can be dropped

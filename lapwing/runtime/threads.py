@@ -127,7 +127,7 @@ unfused_attention = Switch(_unfused_attention)
 
 _here = threading.local()  # ``depth`` of the runs in this thread that take no checkpoints
 REENTRANT = "CheckpointFunction"  # names in torch.utils.checkpoint, where its public functions look them up
-OTHER = "_checkpoint_without_reentrant_generator"
+NON_REENTRANT = "_checkpoint_without_reentrant_generator"
 
 
 def _is_inside() -> bool:
@@ -159,7 +159,7 @@ def _other(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[No
 @contextmanager
 def _replace_checkpoints() -> Iterator[None]:
     module = torch.utils.checkpoint
-    kinds: dict[str, Callable[[Any], Any]] = {REENTRANT: _Reentrant, OTHER: _other}
+    kinds: dict[str, Callable[[Any], Any]] = {REENTRANT: _Reentrant, NON_REENTRANT: _other}
     before = {name: getattr(module, name) for name in kinds if hasattr(module, name)}
     for name, original in before.items():
         setattr(module, name, kinds[name](original))
@@ -184,7 +184,7 @@ def without_checkpoints() -> Iterator[None]:
             _here.depth -= 1
 
 
-PATIENCE = 5.0  # seconds after which a second Ctrl-C is raised at once: the model may hang
+HANG_SECONDS = 5.0  # seconds after which a second Ctrl-C is raised at once: the model may hang
 
 
 class _Waiting:
@@ -196,7 +196,7 @@ class _Waiting:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        hangs = self.since is not None and now - self.since > PATIENCE
+        hangs = self.since is not None and now - self.since > HANG_SECONDS
         self.since = now if self.since is None else self.since
         if self.at_once or hangs:
             self.at_once = False

@@ -30,8 +30,8 @@ from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 FunctionBelief = FunctionGaussian | FunctionSamples
 Chunk = tuple[Tensor, Tensor | None, Iterable[FunctionBelief]]  # targets, weights, and the belief of each member
 
-TOGETHER = 512  # rows that are scored at once: every cell has a fixed cost for a batch
-SCORED = 4  # pairs of functions by which a posterior is scored, if predictions are made from functions
+ROWS_AT_ONCE = 512  # rows that are scored at once: every cell has a fixed cost for a batch
+SCORED_PAIRS = 4  # pairs of functions by which a posterior is scored, if predictions are made from functions
 FEW_POINTS = 100  # training data that are looked at, if every input takes solves over all data
 
 
@@ -58,7 +58,7 @@ def beliefs_by_chunk(
         x, y = batch.inputs, check_named_targets(network, likelihood, batch, data.name)
         if prefers_draws(wide, network, likelihood, x):
             stored = [each.n_stored() if each in wide else 0 for each in members]
-            numbers = [range(SCORED if n is None else min(SCORED, n)) for n in stored]
+            numbers = [range(SCORED_PAIRS if n is None else min(SCORED_PAIRS, n)) for n in stored]
             pieces = _by_functions(members, x, numbers, kept)
         else:
             pieces = (_by_one_jacobian if one_by_one else _by_shared_passes)(members, x)
@@ -134,7 +134,7 @@ def counted_scores(grid: CellGrid, data: Data, limit: int | None = None) -> tupl
         limit = -(-(min(limit, FEW_POINTS) if base.solves_for_inputs else limit) // data.processes.size)
     members = [member(grid.bases, belief) for belief in grid.beliefs]
     wide = [members[i] for i in {cell.belief for cell in grid.cells if cell.scale > 0}]
-    batches = merge_batches(_first_batches(data, limit, network, likelihood), TOGETHER)
+    batches = merge_batches(_first_batches(data, limit, network, likelihood), ROWS_AT_ONCE)
     rows: list[Tensor] = []
     with torch.no_grad():
         for y, weights, beliefs in beliefs_by_chunk(members, wide, data, batches):
@@ -191,8 +191,8 @@ def mean_score(scores: Tensor, counts: Tensor) -> Tensor:
 
 Metric = Callable[[Any, Tensor], Tensor | float]  # (predictive, targets) -> lower is better; a mean over the batch
 METRIC = Rule("a function of (predictive, targets)", FUNCTION.holds)
-KEPT = 2  # memory that candidates may keep between chunks, as a multiple of the budget for intermediate results
-REPEATED = 1e-4  # relative difference of two passes over the same data: rounding in single precision
+KEPT_FACTOR = 2  # memory that candidates may keep between chunks, as a multiple of the budget for intermediate results
+PASS_GAP = 1e-4  # relative difference of two passes over the same data: rounding in single precision
 
 
 def nll(predictive: Predictive, y: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def _one_pass(candidates: Sequence[Posterior], data: Data, metric: Metric, folds
     # copies, whose cached factorisations are freed with them
     candidates = [replace(each) for each in candidates]  # type: ignore[type-var]
     cells = [Cell(i, each.problem.likelihood) for i, each in enumerate(candidates)]
-    limit: float = KEPT * temporary_bytes(candidates[0].problem.network.device)
+    limit: float = KEPT_FACTOR * temporary_bytes(candidates[0].problem.network.device)
     storages = _storages(candidates[0])
     shared = sum(storages.values())
     sums = _Pass(torch.zeros(folds, len(cells), dtype=torch.float64), *torch.zeros(2, folds, dtype=torch.float64))
@@ -291,7 +291,7 @@ def _first_position(data: Data) -> int:
 
 def _refuse_other_data(first: _Pass, again: _Pass) -> None:
     """Raise if two passes did not see the same data in the same folds."""
-    same = torch.equal(first.counts, again.counts) and torch.allclose(first.sizes, again.sizes, rtol=REPEATED, atol=0)
+    same = torch.equal(first.counts, again.counts) and torch.allclose(first.sizes, again.sizes, rtol=PASS_GAP, atol=0)
     if not same:
         raise DataError(
             "a second pass over the held-out data gave other folds, and the candidates do not fit in memory at once; "

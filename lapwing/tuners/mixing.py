@@ -21,17 +21,17 @@ from lapwing.problem import check_targets
 from lapwing.runtime.settings import DATA, EMPTY, NONE, POSITIVE, POSITIVE_VALUES, Rule, integer, required, setting
 from lapwing.tuners.base import TunerWithSettings
 from lapwing.tuners.grid import FEW_POINTS, CellGrid, counted_scores, mean_score
-from lapwing.tuners.offsets import CERTAIN, WIDTHS, HeldOutputs, Offset, learn_offset, refitted_noise_scores
+from lapwing.tuners.offsets import CERTAIN_OFFSET, WIDTHS, HeldOutputs, Offset, learn_offset, refitted_noise_scores
 
-PLAIN = 0.3  # prior probability of the network without error bars
-PLAIN_NOISE = 0.5  # the same for a likelihood with noise to learn
+PLAIN_WEIGHT = 0.3  # prior probability of the network without error bars
+PLAIN_NOISE_WEIGHT = 0.5  # the same for a likelihood with noise to learn
 RATIOS = tuple(10.0 ** (k / 2) for k in range(-2, 11))  # of the precision to the evidence's, for logits and rates
 NOISE_RATIOS = tuple(10.0 ** (k / 2) for k in range(-6, 9))  # the same for Gaussian noise
 FEW_RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # if every precision takes solves over all data
 SCALES = tuple(10.0**k for k in range(3, -2, -1))  # the same for methods without a precision: 1 / scale of V
 NOISES = range(-4, 12)  # noise variances to try, in quarters of a decade above that of the training residuals
-DECADE = 4  # quarters on both sides of the variance of the validation residuals
-MOST = 3  # precisions that a mixture keeps
+NOISE_STEPS = 4  # quarters on both sides of the variance of the validation residuals
+MAX_PRECISIONS = 3  # precisions that a mixture keeps
 TEMPERATURES = (0.35, 0.5, 0.7, 0.85, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.5, 8.0)
 TAILS = ((8.0, 0.6), (8.0, 0.75), (8.0, 0.9), (4.0, 0.6), (4.0, 0.75), (4.0, 0.9))  # degrees and scale
 
@@ -49,7 +49,7 @@ def grid_of(
     likelihood = posterior.problem.likelihood
     learns_noise = likelihood.has_tails and likelihood.learns_dispersion
     beliefs, spreads = _beliefs_and_scales(posterior, ratios, learns_noise)
-    plain_mass = 0.0 if ratios is not None and not len(ratios) else PLAIN_NOISE if learns_noise else PLAIN
+    plain_mass = 0.0 if ratios is not None and not len(ratios) else PLAIN_NOISE_WEIGHT if learns_noise else PLAIN_WEIGHT
     bases, beliefs, plain = with_plain(posterior, beliefs)
     cells: list[Cell] = []
     mass: list[float] = []
@@ -131,13 +131,13 @@ def _noise_candidates(likelihood: Likelihood, held_out: Tensor | None) -> list[L
     if held_out is None or own is None:
         return times(around)
     held_out = held_out.to(phi)
-    near = range(-DECADE, DECADE + 1)
+    near = range(-NOISE_STEPS, NOISE_STEPS + 1)
     if likelihood.learns_ratios and len(held_out) > 1:
         middle = held_out.log().mean().exp()
         other = likelihood.with_noise(held_out / middle)
         return [*times(around), *(other.with_dispersion(middle * 10.0 ** (k / 4)) for k in near)]
     centre = 4 * math.log10(float((held_out / own).mean()))
-    return times(around | set(range(math.floor(centre) - DECADE, math.ceil(centre) + DECADE + 1)))
+    return times(around | set(range(math.floor(centre) - NOISE_STEPS, math.ceil(centre) + NOISE_STEPS + 1)))
 
 
 def with_tails(grid: CellGrid, total: Tensor, best: int = 50) -> CellGrid:
@@ -166,7 +166,7 @@ def with_offset(grid: CellGrid, offset: Offset) -> CellGrid:
     """
     moved = [replace(cell, likelihood=cell.likelihood.with_more_offset(offset.values)) for cell in grid.cells]
     prior, first = grid.log_prior, torch.ones_like(grid.rescaled)
-    if offset.probability > CERTAIN:
+    if offset.probability > CERTAIN_OFFSET:
         prior, first = torch.full_like(prior, -math.inf), grid.rescaled
     stay = first.nonzero()[:, 0].tolist()
     return replace(
@@ -179,7 +179,7 @@ def with_offset(grid: CellGrid, offset: Offset) -> CellGrid:
 
 
 def thin(grid: CellGrid, scores: Tensor, counts: Tensor | None = None) -> CellGrid:
-    """Return the grid with at most ``MOST`` precisions of weight: every second one, or fewer, around the best.
+    """Return the grid with at most ``MAX_PRECISIONS`` precisions: every second one, or fewer, around the best.
 
     Few validation data leave many neighbouring precisions plausible. Their predictions differ little, and each costs
     a product with the Jacobian at every prediction.
@@ -188,7 +188,7 @@ def thin(grid: CellGrid, scores: Tensor, counts: Tensor | None = None) -> CellGr
     number = torch.tensor([cell.belief for cell in grid.cells])
     spread = grid.scales > 0
     shares = torch.zeros(len(grid.beliefs), dtype=torch.float64).index_add(0, number, weights * spread)
-    step = -(-int((shares >= RARE).sum()) // MOST)
+    step = -(-int((shares >= RARE).sum()) // MAX_PRECISIONS)
     if step <= 1:
         return grid
     kept = spread & ((number - int(shares.argmax())) % step == 0)
@@ -203,8 +203,8 @@ def mixture_weights(log_prior: Tensor, scores: Tensor, counts: Tensor | None = N
 
 
 FOLDS = 5
-CLEARLY = 1e-3  # nats that count as a difference
-TAILED = 0.9  # weight of the heaviest tails from which it is worth a remark
+CLEAR_DIFFERENCE = 1e-3  # nats that count as a difference
+HEAVY_TAILS_WEIGHT = 0.9  # weight of the heaviest tails from which it is worth a remark
 EDGE = 0.1  # weight of the first or last value of a grid from which it is worth a remark
 
 
@@ -386,7 +386,7 @@ def compare_held_out(
     compared["mixture"] = -float(mean_score(mixed, counts))
     gaps = {name: _mean_and_error(mixed - each, counts) for name, each in others.items()}
     gain, error = gaps["plain network"]
-    worse = () if -gain <= max(2 * error, CLEARLY) else (
+    worse = () if -gain <= max(2 * error, CLEAR_DIFFERENCE) else (
         f"the plain network predicts the {name} data better, by {-gain:.3g} nats; its error bars "
         "from this method do not help. Check that validation and training data come from the same source.",
     )  # fmt: skip
@@ -410,7 +410,7 @@ def _verdict(compared: dict[str, float], gaps: dict[str, tuple[float, float]]) -
     """Return how the mixture compares with the others, in a sentence for a reader who knows none of them."""
     groups: dict[str, list[str]] = {}
     for name, (gain, error) in gaps.items():
-        clear = abs(gain) > max(2 * error, CLEARLY)
+        clear = abs(gain) > max(2 * error, CLEAR_DIFFERENCE)
         how = "about as good as" if not clear else "better than" if gain > 0 else "worse than"
         groups.setdefault(how, []).append(f"{WORDS_FOR[name]} ({nll_text(compared[name])})")
     words = " and ".join(f"{how} {' and '.join(names)}" for how, names in groups.items())
@@ -462,15 +462,15 @@ def _axes(grid: CellGrid) -> dict[str, tuple[Tensor, dict[str, str], float]]:
     axes["noise variance"] = noise, dict.fromkeys(("smallest", "largest"), odd), EDGE
     degrees = [cell.likelihood.degrees for cell in grid.cells]
     heavy = "the residuals may have heavier tails than any that was tried. Look at the largest ones."
-    axes["degrees of freedom"] = degrees, {"smallest": heavy}, TAILED
+    axes["degrees of freedom"] = degrees, {"smallest": heavy}, HEAVY_TAILS_WEIGHT
     return {name: (torch.tensor(v, dtype=torch.float64), ends, least) for name, (v, ends, least) in axes.items()}
 
 
 BUDGET_RATIOS = (1.0, 10.0, 100.0)
 MOST_SPREAD = 0.95  # weight of all cells with error bars together
-FLOOR = 1e-4  # loss below which a cell counts as harmless
+HARMLESS_LOSS = 1e-4  # loss below which a cell counts as harmless
 DEGREES = (math.inf, 8.0, 4.0)
-GAIN = 2.0  # nats by which Student tails must be better
+TAILS_GAIN = 2.0  # nats by which Student tails must be better
 ADVICE = (
     "validation data would calibrate these error bars: fit(..., validation=data), with 200 rows or so. If no rows can "
     "be spared, validation=lw.sibling(train_fn) trains a second network on 80 % of the training data instead, for 0.8 "
@@ -480,7 +480,7 @@ WIDTH = (  # of the networks of experiments/widths.md
     "no held-out data checked the width of these error bars: over many networks 95 % intervals covered 95 % of new "
     "rows on average, but for single ones mostly 89 to 100 %, and some were several times as wide as they need be."
 )
-APART = 0.3  # factor of the exact covariance up to which a finding reports it
+SCALE_TO_REPORT = 0.3  # factor of the exact covariance up to which a finding reports it
 TRACE = Trace("Budget", "training NLL", findings=(ADVICE,), scored_on="training")
 
 
@@ -574,13 +574,13 @@ class Budget(TunerWithSettings):
         parts.append((plain, base, 0.0))
         tails = lambda each: each.problem.likelihood.with_tails(likelihood.degrees, likelihood.tail_scale)
         cells = [Cell(number, tails(each), scale) for number, each, scale in parts]
-        share = (1 - PLAIN_NOISE) / (len(cells) - 1)
-        weights = torch.tensor([*[share] * (len(cells) - 1), PLAIN_NOISE], dtype=torch.float64)
+        share = (1 - PLAIN_NOISE_WEIGHT) / (len(cells) - 1)
+        weights = torch.tensor([*[share] * (len(cells) - 1), PLAIN_NOISE_WEIGHT], dtype=torch.float64)
         grid = CellGrid.to_compare(bases, beliefs, [*cells, Cell(plain, base.problem.likelihood, 0.0)])
         scores, counts = counted_scores(grid, data, min(self.points, FEW_POINTS))
         mixture = MixturePosterior.of(bases, beliefs, cells, weights)
         compared = _mean_losses(scores, torch.cat([weights, weights.new_zeros(1)]), counts)
-        findings = (WIDTH, *(_disagreement(scale) for scale in self.scales if scale <= APART), ADVICE)
+        findings = (WIDTH, *(_disagreement(scale) for scale in self.scales if scale <= SCALE_TO_REPORT), ADVICE)
         return mixture.with_trace(replace(TRACE, scores=compared, findings=findings))
 
 
@@ -606,7 +606,7 @@ def budget_weights(scores: Tensor, budget: float, counts: Tensor | None = None) 
     """
     counts = scores.new_ones(len(scores)) if counts is None else counts
     lost = mean_score((1 - (scores[:, :-1] - scores[:, -1:]).exp()).clamp_min(0), counts)
-    weights = (budget / lost.numel() / lost.clamp_min(FLOOR)).clamp_max(1.0)
+    weights = (budget / lost.numel() / lost.clamp_min(HARMLESS_LOSS)).clamp_max(1.0)
     weights = weights * (MOST_SPREAD / weights.sum()).clamp_max(1.0)
     return torch.cat([weights, 1 - weights.sum().unsqueeze(0)])
 
@@ -642,5 +642,5 @@ def fit_tails(residuals: Iterable[tuple[Tensor, Tensor | None]], processes: Proc
         totals += torch.cat([*of_degrees]).to(totals)
         count += float(counts.sum())
     totals, count = processes.sum([totals])[0], sum(processes.gather_values(count))
-    costs = [count * math.log(scale) + (0.0 if degrees == math.inf else GAIN) for degrees, scale in candidates]
+    costs = [count * math.log(scale) + (0.0 if degrees == math.inf else TAILS_GAIN) for degrees, scale in candidates]
     return candidates[int((totals - torch.tensor(costs, dtype=torch.float64)).argmax())]

@@ -37,7 +37,7 @@ from lapwing.runtime.memory import batch_size_for
 from lapwing.tuners.base import Tuner, TunerWithSettings
 from lapwing.tuners.grid import CellGrid, counted_scores, mean_score
 
-NUMBERS = 2**23  # outputs that are looked at, at most
+MAX_OUTPUTS = 2**23  # outputs that are looked at, at most
 LEAST_NOISE = 1e-12  # of a variance, relative to the largest
 
 
@@ -72,7 +72,7 @@ class FirstOutputs:
     """The first outputs of a pass over data, with their targets, until there are enough; at most ``limit``."""
 
     def __init__(self, likelihood: Likelihood, outputs: int, data: Data, limit: int | None = None) -> None:
-        most = max(1, NUMBERS // outputs)
+        most = max(1, MAX_OUTPUTS // outputs)
         most = most if limit is None else min(limit, most)
         self._most = self.missing = -(-most // data.processes.size)  # rows of this process
         self._likelihood, self._processes, self._rows = likelihood, data.processes, list[Tensor]()
@@ -151,14 +151,14 @@ def _present_noise(likelihood: Likelihood, held: HeldOutputs) -> Tensor:
 
 WIDTHS = (0.3, 1.0, 3.0)  # candidates for the standard deviation of offsets
 NO_OFFSET = 0.7  # prior probability of no offset; an offset is used if the data make it no less probable than before
-CERTAIN = 0.99  # probability of an offset from which nothing without one is kept
-ROWS = 10  # data of a class that an offset of its own needs
-HEAT = 0.5  # prior standard deviation of log T
-DENSE = 256  # number of offsets up to which Newton's method uses the full Hessian; above it the diagonal
+CERTAIN_OFFSET = 0.99  # probability of an offset from which nothing without one is kept
+CLASS_ROWS = 10  # data of a class that an offset of its own needs
+HEAT_WIDTH = 0.5  # prior standard deviation of log T
+MAX_DENSE_OFFSETS = 256  # number of offsets up to which Newton's method uses the full Hessian; above it the diagonal
 ERRORS, GAP, ODDS = 4.0, 0.02, 1.25  # the least bias: standard errors, difference, and factor of the odds
-EARLY = 0.35  # best temperature below which a network is hardly trained, and is not tested for bias
-KNOWN = 0.9  # share of the loss of constant frequencies; a network with a higher loss is not tested for bias
-LEAST = 1e-9  # the smallest probability, and the smallest standard error of one
+UNTRAINED_HEAT = 0.35  # best temperature below which a network is hardly trained, and is not tested for bias
+MAX_LOSS_SHARE = 0.9  # share of the loss of constant frequencies; a network with a higher loss is not tested for bias
+MIN_PROBABILITY = 1e-9  # the smallest probability, and the smallest standard error of one
 STEPS, DECREASE = 50, 1e-6  # Newton's method: its most steps, and the decrease in nats at which it ends
 
 
@@ -230,14 +230,17 @@ def biases(held: HeldOutputs, likelihood: Likelihood) -> tuple[Bias, ...]:
         """Return by how much the log-odds of the mean probability are off, and which of them clearly."""
         p = logits.probabilities(none, heat)
         mean, error = (held.counts * p).sum(0) / count, (held.counts * p * (1 - p)).sum(0).sqrt() / count
-        odds, gap = torch.logit(mean, LEAST) - torch.logit(frequency, LEAST), (mean - frequency).abs()
-        return odds, (gap > error.clamp_min(LEAST) * ERRORS) & (gap > GAP) & (odds.abs() > math.log(ODDS))
+        odds, gap = (
+            torch.logit(mean, MIN_PROBABILITY) - torch.logit(frequency, MIN_PROBABILITY),
+            (mean - frequency).abs(),
+        )
+        return odds, (gap > error.clamp_min(MIN_PROBABILITY) * ERRORS) & (gap > GAP) & (odds.abs() > math.log(ODDS))
 
     gaps, clear = odds_at(0.0)
     if not bool(clear.any()):
         return ()
     heat = logits.most_probable(directions[:, :0], 1.0).heat
-    if heat < math.log(EARLY):
+    if heat < math.log(UNTRAINED_HEAT):
         return ()
     odds, clear_too = odds_at(heat)
     clear &= clear_too & ((gaps == 0) | (gaps.sign() == odds.sign()))
@@ -245,8 +248,10 @@ def biases(held: HeldOutputs, likelihood: Likelihood) -> tuple[Bias, ...]:
         return ()
     best = logits.most_probable(directions, max(WIDTHS))
     known = logits.log_likelihood(best.offset, best.heat)
-    guess = torch.logit(frequency, LEAST) if not held.exclusive else frequency.clamp_min(LEAST).log()
-    if known < KNOWN * _Logits(held, torch.zeros_like(held.f), None).log_likelihood(guess, 0.0):
+    guess = (
+        torch.logit(frequency, MIN_PROBABILITY) if not held.exclusive else frequency.clamp_min(MIN_PROBABILITY).log()
+    )
+    if known < MAX_LOSS_SHARE * _Logits(held, torch.zeros_like(held.f), None).log_likelihood(guess, 0.0):
         return ()
     mean = (held.counts * logits.probabilities(none, 0.0)).sum(0) / count
     order = [i for i in gaps.abs().argsort(descending=True).tolist() if bool(clear[i])]
@@ -280,10 +285,12 @@ class _Logits:
         logits = self.at(torch.zeros(count, dtype=torch.float64), 0.0)
         if self.held.exclusive:
             expected = (self.held.counts * logits.softmax(-1)).sum(0)
-            enough = (torch.maximum(seen, expected) if count == 2 else seen) >= ROWS
+            enough = (torch.maximum(seen, expected) if count == 2 else seen) >= CLASS_ROWS
         else:
             rows, expected = self.held.counts.sum(0), (self.held.counts * logits.sigmoid()).sum(0)
-            enough = torch.minimum(torch.maximum(seen, expected), torch.maximum(rows - seen, rows - expected)) >= ROWS
+            enough = (
+                torch.minimum(torch.maximum(seen, expected), torch.maximum(rows - seen, rows - expected)) >= CLASS_ROWS
+            )
         at = enough.nonzero()[:, 0]
         own = torch.zeros(count, len(at), dtype=torch.float64)
         own[at, torch.arange(len(at))] = 1.0
@@ -308,7 +315,7 @@ class _Logits:
         z, heat = torch.zeros(directions.shape[1], dtype=torch.float64), 0.0
         energy = lambda z, heat: (
             0.5 * float((z / width).square().sum())
-            + 0.5 * (heat / HEAT) ** 2
+            + 0.5 * (heat / HEAT_WIDTH) ** 2
             - self.log_likelihood(directions @ z, heat)
         )
         now = energy(z, heat)
@@ -328,7 +335,7 @@ class _Logits:
                 break
             (z, heat), now = there, then
         free = len(z)
-        return _Fit(directions @ z, heat, -now - free * math.log(width) - math.log(HEAT) - 0.5 * logdet)
+        return _Fit(directions @ z, heat, -now - free * math.log(width) - math.log(HEAT_WIDTH) - 0.5 * logdet)
 
     def _newton(
         self, directions: Tensor, z: Tensor, heat: float, width: float
@@ -342,15 +349,17 @@ class _Logits:
         to_heat = -math.exp(-heat) * self.scaled  # the slope of the logits in log T
         p = self.probabilities(directions @ z, heat)
         gap = known * (p - self.held.y)
-        slope = torch.cat([directions.mT @ gap.sum(0) + z / width**2, (gap * to_heat).sum()[None] + heat / HEAT**2])
+        slope = torch.cat(
+            [directions.mT @ gap.sum(0) + z / width**2, (gap * to_heat).sum()[None] + heat / HEAT_WIDTH**2]
+        )
         if self.held.exclusive:
             centred = known * p * (to_heat - (p * to_heat).sum(-1, keepdim=True))
         else:
             centred = known * p * (1 - p) * to_heat
         across = directions.mT @ centred.sum(0)
-        corner = (centred * to_heat).sum() + 1 / HEAT**2
+        corner = (centred * to_heat).sum() + 1 / HEAT_WIDTH**2
         own = (known * p * (1 - p)).sum(0)
-        if len(z) > DENSE:
+        if len(z) > MAX_DENSE_OFFSETS:
             return slope, *_solve_arrow(directions.square().mT @ own + 1 / width**2, across, corner)
         weights = (known * p).sum(0) if self.held.exclusive else own
         block = directions.mT @ (weights.unsqueeze(1) * directions) + torch.eye(len(z), dtype=torch.float64) / width**2
@@ -365,7 +374,7 @@ class _Logits:
 
 def _solve_arrow(diagonal: Tensor, across: Tensor, corner: Tensor) -> tuple[Callable[[Tensor], Tensor], float]:
     """Return the inverse, as a function, and the log det of a diagonal matrix with one more row and column."""
-    rest = (corner - (across.square() / diagonal).sum()).clamp_min(1 / HEAT**2)
+    rest = (corner - (across.square() / diagonal).sum()).clamp_min(1 / HEAT_WIDTH**2)
 
     def solve(b: Tensor) -> Tensor:
         last = (b[-1] - (across * b[:-1] / diagonal).sum()) / rest
@@ -374,8 +383,8 @@ def _solve_arrow(diagonal: Tensor, across: Tensor, corner: Tensor) -> tuple[Call
     return solve, float(diagonal.log().sum() + rest.log())
 
 
-POINTS = 700  # training data that are looked at
-ROW = 128  # bytes of an output of a datum while biases are looked for
+BIAS_POINTS = 700  # training data that are looked at
+BYTES_OF_OUTPUT = 128  # bytes of an output of a datum while biases are looked for
 CLEARLY_WORSE = 0.05  # nats for each datum, beyond what the effective number of parameters explains
 
 
@@ -389,7 +398,7 @@ def warn_if_worse_than_plain(posterior: Posterior, data: Data) -> Posterior:
     likelihood = posterior.problem.likelihood
     cells = (Cell(0, likelihood), Cell(0, likelihood, 0.0))
     grid = CellGrid.to_compare((posterior,), (Belief(0),), cells)
-    own, plain = (-mean_score(*counted_scores(grid, data, POINTS))).tolist()
+    own, plain = (-mean_score(*counted_scores(grid, data, BIAS_POINTS))).tolist()
     trace = posterior.trace or Trace("no tuner", "training NLL")
     if own - plain > CLEARLY_WORSE + _expected_loss(posterior):
         message = (
@@ -411,7 +420,7 @@ def first_outputs(problem: Problem, data: Data) -> FirstOutputs | None:
     likelihood, outputs = problem.likelihood, problem.network.output_shape[-1]
     if not likelihood.takes_offset:
         return None
-    points = batch_size_for(POINTS, ROW * outputs, torch.device("cpu"), 0.5)
+    points = batch_size_for(BIAS_POINTS, BYTES_OF_OUTPUT * outputs, torch.device("cpu"), 0.5)
     first = FirstOutputs(likelihood, outputs, data, points)
     data.readings.take_outputs = first.add
     return first

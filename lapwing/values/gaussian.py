@@ -269,9 +269,9 @@ def _check_numbers(name: str, given: object, expected: str, dims: tuple[int, ...
     return numbers
 
 
-ROOT = 4  # float64 copies of a covariance that its root takes
-ROUNDING = 1e-4  # size of a negative variance, relative to the largest, that counts as rounding
-REACH = 8.5  # standard deviations on either side; the probability beyond is below 1e-16
+ROOT_COPIES = 4  # float64 copies of a covariance that its root takes
+ROUNDING_SHARE = 1e-4  # size of a negative variance, relative to the largest, that counts as rounding
+NORMAL_REACH = 8.5  # standard deviations on either side; the probability beyond is below 1e-16
 
 
 @dataclass(frozen=True, eq=False)
@@ -521,14 +521,14 @@ class FunctionGaussian:
         size = shape.numel() if self.joint else shape[-1]
         if self.joint:
             what = f"a draw of {size} outputs together"
-            refuse_large_result(ROOT * 8 * size**2, self.mean.device, what, "Draw at fewer inputs at a time")
+            refuse_large_result(ROOT_COPIES * 8 * size**2, self.mean.device, what, "Draw at fewer inputs at a time")
         cov = self.cov.reshape(-1, size, size)
         eps = normal((n, len(cov), size), generator, self.mean)
 
         def drawn(part: slice) -> Tensor:
             return torch.einsum("bcd,nbd->nbc", psd_root(cov[part]), eps[:, part])
 
-        parts = (drawn(part) for part in chunks(len(cov), ROOT * 8 * size**2, cov.device))
+        parts = (drawn(part) for part in chunks(len(cov), ROOT_COPIES * 8 * size**2, cov.device))
         draws = (concat_chunks(parts, len(cov), 1) if len(cov) else eps).reshape(n, *shape)
         return self.mean + (draws if self.joint or self.outputs_dim == -1 else draws.movedim(-1, self.outputs_dim + 1))
 
@@ -550,7 +550,7 @@ class _SymmetricRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
         values, vectors = eigh(matrix)
-        _refuse_below(values, -ROUNDING * values.abs().amax(-1, keepdim=True), "eigenvalue")
+        _refuse_below(values, -ROUNDING_SHARE * values.abs().amax(-1, keepdim=True), "eigenvalue")
         roots = values.clamp_min(0).sqrt()
         ctx.save_for_backward(roots, vectors)
         return (vectors * roots.unsqueeze(-2)) @ vectors.mT
@@ -568,7 +568,7 @@ def _without_negative_rounding(variance: Tensor) -> Tensor:
     """Return the variances with negative rounding set to zero; raise if one is more negative than that."""
     top = variance.detach().amax() if variance.numel() else variance.new_zeros(())
     if not bool(top <= 0):  # without a positive variance there is nothing to compare with
-        _refuse_below(variance, -ROUNDING * top, "variance")
+        _refuse_below(variance, -ROUNDING_SHARE * top, "variance")
     return variance.clamp_min(0)
 
 
@@ -581,28 +581,30 @@ def _refuse_below(values: Tensor, floor: Tensor, what: str) -> None:
         )
 
 
-NODES = 512  # they integrate a sigmoid of logits with a standard deviation of up to 30 to about 1e-9
+NORMAL_NODES = 512  # they integrate a sigmoid of logits with a standard deviation of up to 30 to about 1e-9
 
 
 @lru_cache(maxsize=4)
-def normal_rule(count: int = NODES) -> tuple[Tensor, Tensor]:
+def normal_rule(count: int = NORMAL_NODES) -> tuple[Tensor, Tensor]:
     """Return nodes of a standard normal and their weights, (count,) each, in float64.
 
     The trapezoidal rule converges faster than any power for smooth integrands.
     """
-    nodes = torch.linspace(-REACH, REACH, count, dtype=torch.float64)
+    nodes = torch.linspace(-NORMAL_REACH, NORMAL_REACH, count, dtype=torch.float64)
     weights = torch.exp(-0.5 * nodes.square())
     return nodes, weights / weights.sum()
 
 
-def normal_nodes(belief: FunctionGaussian, rows: slice = slice(None), count: int = NODES) -> tuple[Tensor, Tensor]:
+def normal_nodes(
+    belief: FunctionGaussian, rows: slice = slice(None), count: int = NORMAL_NODES
+) -> tuple[Tensor, Tensor]:
     """Return values of f (B, C, count) at some of the inputs, and their weights (count,), which sum to one."""
     nodes, weights = normal_rule(count)
     nodes, weights = nodes.to(belief.mean), weights.to(belief.mean)
     return belief.mean[rows].unsqueeze(-1) + belief.std[rows].unsqueeze(-1) * nodes, weights
 
 
-def by_inputs(belief: FunctionGaussian, compute: Callable[[slice], Tensor], numbers: int = 4 * NODES) -> Tensor:
+def by_inputs(belief: FunctionGaussian, compute: Callable[[slice], Tensor], numbers: int = 4 * NORMAL_NODES) -> Tensor:
     """Return what ``compute`` returns for all inputs, (B, ...), a few at a time.
 
     It takes ``numbers`` for each output of an input.

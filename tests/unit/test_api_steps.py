@@ -62,7 +62,7 @@ def test_without_norms_the_exact_posterior_keeps_its_covariance() -> None:
 
 def test_the_exact_posterior_takes_some_of_many_data(monkeypatch: pytest.MonkeyPatch) -> None:
     net, (x, y) = problem(norm=False, rows=200)
-    monkeypatch.setattr(api, "ROWS", 40)
+    monkeypatch.setattr(api, "EXACT_ROWS", 40)
     exact = lw.fit(net, (x, y), "regression").posterior.bases[1]
     rank = len(exact.curvature.values)
     assert 20 < rank < 60  # 40 data are expected, with a standard deviation of 5.7

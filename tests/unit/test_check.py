@@ -296,7 +296,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[OperationCount]:
     A number that is written counts for sixteen multiplications, as does each of a decomposition.
     """
     with OperationCount() as count:
-        monkeypatch.setattr(trials, "BRIEF", 0.0)  # operations do not vary from call to call
+        monkeypatch.setattr(trials, "BRIEF_SECONDS", 0.0)  # operations do not vary from call to call
         monkeypatch.setattr(trials, "CLOCK", lambda: 1e-9 * (count.products + 16 * (count.cubes + count.numbers)))
         yield count
 
@@ -335,7 +335,7 @@ def test_what_a_long_trial_does_once_is_not_scaled_with_the_data(monkeypatch: py
     with OperationCount() as count:
         monkeypatch.setattr(trials, "CLOCK", lambda: 1e-9 * (count.products + 16 * count.numbers + 3000 * count.cubes))
         monkeypatch.setattr(trials, "eigh", lambda matrix: matrix)
-        monkeypatch.setattr(trials, "SHORT", 0.0)
+        monkeypatch.setattr(trials, "SHORT_SECONDS", 0.0)
         model, batches, method = network(), data(), lw.Kron()
         cost = lw.check(model, batches[0], data=DATA, timed=["kron"]).costs["Kron"]
         problem = lw.fit(model, batches[:1], "classification", method="map_only", prior=1.0).posterior.problem
@@ -367,7 +367,7 @@ def test_a_trial_has_the_optimiser_of_all_data() -> None:
 
 def test_a_method_that_takes_too_long_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """No fit runs, and the seconds are those of the work at the speed of plain passes."""
-    monkeypatch.setattr(trials, "LONGEST", 0.0)
+    monkeypatch.setattr(trials, "TRIAL_SECONDS", 0.0)
     monkeypatch.setattr(lw.Kron, "fit", lambda *_: pytest.fail("a trial ran"))
     model, batches = network(), data()
     counted = lw.check(model, batches[0], data=DATA).costs["Kron"]

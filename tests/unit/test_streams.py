@@ -96,7 +96,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set what may be kept of a loader below the size of the data here."""
     for place in (stochastic, swag):
         monkeypatch.setattr(place, "shuffle_batches", partial(shuffle_batches, kept=4096))
-    monkeypatch.setattr(design, "CACHE", 0.0)  # as a share of the byte budget
+    monkeypatch.setattr(design, "CACHE_SHARE", 0.0)  # as a share of the byte budget
     monkeypatch.setattr(Footprint, "batch_size_for", lambda *_: BATCH)
 
 

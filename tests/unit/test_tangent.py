@@ -202,7 +202,7 @@ def test_float32_networks(name: str) -> None:
 
 def test_a_jacobian_kept_in_float32_rounds_its_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients are those of the stored matrix to float64, part by part."""
-    monkeypatch.setattr(module, "EXACT", 0)
+    monkeypatch.setattr(module, "MAX_DOUBLE_BYTES", 0)
     model = built("mlp", "categorical", False, torch.float32)
     assert isinstance(model, DenseTangent)
     assert model.jacobian.dtype == torch.float32
@@ -338,7 +338,7 @@ def test_operator_dense_matrices(case: Case) -> None:
 
 
 def test_one_pass_for_all_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     case, passes = BY_NAME["attention"], []
 
     class Counting:
@@ -500,7 +500,7 @@ CHANGES = {
 def test_data_that_change_and_do_not_fit_are_refused(change: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["mlp"]
     posterior = fitted(case)
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     data = Changing(case, CHANGES[change])
     message = (
         "a second reading of the data" if change == "augmented" else "two passes over the data gave different rows"
@@ -514,7 +514,7 @@ def test_a_network_that_changes_is_refused_at_every_product(kind: str, monkeypat
     """Streamed products would be those of another network, and move the statistics of batch normalisation."""
     case = BY_NAME["resnet_batchnorm"]
     posterior = fitted(case)
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     operator = getattr(posterior, kind)(problems.batches(case))
     model, v = posterior.network.model, torch.ones(operator.shape[1], dtype=D)
     before = operator @ v
@@ -542,7 +542,7 @@ def test_progress_shows_reading_and_streamed_products(
     assert "Jacobian" in printed
     kept = operator @ v
     assert capsys.readouterr().err == ""  # nothing is read
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     streamed = getattr(posterior, kind)(data, progress=True)
     capsys.readouterr()
     for operator in (streamed, streamed.T):
@@ -696,7 +696,7 @@ def test_the_diagonal_of_a_subnetwork_knows_nothing_of_the_rest() -> None:
 
 def test_a_small_budget_of_bytes_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples one at a time in every temporary and in every chunk."""
-    monkeypatch.setattr("lapwing.networks.jacobians.CACHED", 1)
+    monkeypatch.setattr("lapwing.networks.jacobians.CACHED_BYTES", 1)
     with lw.memory.limited(1):
         assert_products(design_built(case, None), written_out(case))
 

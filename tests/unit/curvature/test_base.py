@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.curvature.base import DRAWS, MANY, PLAIN, DrawError, Seeds, root_seeds
+from lapwing.curvature.base import DEFAULT_DRAWS, EXACT_SEEDS, JACOBIAN_ALONE, DrawError, Seeds, root_seeds
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.jacobians import DenseJacobian, Footprint
@@ -75,12 +75,12 @@ def wide(classes: int) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
 
 @pytest.mark.parametrize("make", [lw.Kron, lw.Diagonal, lw.EKron])
 def test_many_outputs_are_estimated_by_default(make: Any) -> None:
-    few, many = wide(MANY), wide(MANY + 1)
+    few, many = wide(EXACT_SEEDS), wide(EXACT_SEEDS + 1)
     fit = lambda problem, method, **options: lw.fit(*problem, "classification", method=method, prior=1.0, **options)
     assert fit(few, make()).findings == ()
     assert_close(matrix(fit(few, make())), matrix(fit(few, make("ggn"))))
     default = fit(many, make())
-    assert f"{DRAWS} labels drawn for each datum, relative error about" in default.findings[0]
+    assert f"{DEFAULT_DRAWS} labels drawn for each datum, relative error about" in default.findings[0]
     assert "Note: the curvature is estimated" in default.summary()
     assert_close(matrix(default), matrix(fit(many, make("fisher_mc"))))  # the same seed, the same labels
     assert fit(many, make("ggn")).findings == ()
@@ -91,7 +91,9 @@ def test_many_outputs_are_estimated_by_default(make: Any) -> None:
 
 
 def test_the_full_matrix_is_exact_by_default_and_says_if_not() -> None:
-    fit = lambda method, **options: lw.fit(*wide(MANY + 1), "classification", method=method, prior=1.0, **options)
+    fit = lambda method, **options: lw.fit(
+        *wide(EXACT_SEEDS + 1), "classification", method=method, prior=1.0, **options
+    )
     assert fit(lw.Full()).findings == ()
     assert "from 4 labels drawn for each datum;" in fit(lw.Full("fisher_mc")).findings[0]
     assert "from 2 labels" in fit(lw.Full("fisher_mc", draws=2), weights="last_layer").findings[0]
@@ -99,14 +101,16 @@ def test_the_full_matrix_is_exact_by_default_and_says_if_not() -> None:
 
 def test_a_noise_for_each_output_stays_exact() -> None:
     """It takes a pass for each output with one seed, which no number of draws would be cheaper than."""
-    model, ((x, _),) = wide(MANY + 1)
+    model, ((x, _),) = wide(EXACT_SEEDS + 1)
     likelihood = lw.Gaussian(per_output=True)
-    posterior = lw.fit(model, [(x, torch.randn(30, MANY + 1).double())], likelihood, method=lw.Diagonal(), prior=1.0)
+    posterior = lw.fit(
+        model, [(x, torch.randn(30, EXACT_SEEDS + 1).double())], likelihood, method=lw.Diagonal(), prior=1.0
+    )
     assert posterior.findings == ()
 
 
 def test_the_remark_stays_with_tuning_and_files(tmp_path: Path) -> None:
-    model, data = wide(MANY + 1)
+    model, data = wide(EXACT_SEEDS + 1)
     tuned = lw.fit(model, data, "classification", method=lw.Diagonal(), tuner=lw.tuners.MaximiseEvidence())
     tuned.save(tmp_path / "posterior")
     again = lw.load(tmp_path / "posterior", model)
@@ -162,7 +166,7 @@ def test_runs_are_the_whole(likelihood: str, shape: str, most: int) -> None:
 @pytest.mark.parametrize("shape", OUTPUTS)
 def test_runs_of_one_output(shape: str) -> None:
     chosen, (f, y) = LIKELIHOODS["noises"], outputs(shape, "noises")
-    for seeds in (Seeds(output=3), Seeds(PLAIN)):
+    for seeds in (Seeds(output=3), Seeds(JACOBIAN_ALONE)):
         assert_close(torch.cat(list(seeds.runs(chosen, f, y, 2))), seeds.at(chosen, f, y))
 
 

@@ -19,7 +19,7 @@ from lapwing.curvature import dense as hessian
 from lapwing.curvature.base import PerOutputCurvature
 from lapwing.data.batches import Data
 from lapwing.data.processes import ALONE
-from lapwing.linalg.dense import STRIP
+from lapwing.linalg.dense import STRIP_ROWS
 from lapwing.networks.network import Network
 from lapwing.priors import isotropic
 from lapwing.runtime.states import State, class_named
@@ -167,7 +167,7 @@ def test_memory_of_the_matrix() -> None:
     model, x = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 20)), torch.randn(8, 20)
     network = Network.build(model, x)
     size = network.selection.size
-    assert size > 2 * STRIP
+    assert size > 2 * STRIP_ROWS
     matrix = 8 * size**2
     sweep = SimpleNamespace(runs=lambda width: [network.linearise(x).jacobians()], processes=ALONE)
     assert matrix <= peak(lambda: full.full_curvature(sweep, network)) < 1.9 * matrix

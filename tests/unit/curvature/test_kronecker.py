@@ -37,11 +37,11 @@ LIMIT = 1000
 @contextmanager
 def rows_from(size: int) -> Iterator[None]:
     """Keep the rows of factors of this size and above, if they are few."""
-    before, factors.FEWEST = factors.FEWEST, size
+    before, factors.MIN_KEPT_SIZE = factors.MIN_KEPT_SIZE, size
     try:
         yield
     finally:
-        factors.FEWEST = before
+        factors.MIN_KEPT_SIZE = before
 
 
 def wide() -> nn.Module:
@@ -376,7 +376,7 @@ def test_equal_sizes_are_decomposed_together(monkeypatch: pytest.MonkeyPatch) ->
 def test_long_decompositions_show_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     bars = []
     for progress, long in ((True, 1.0), (False, 1.0), (True, 1e12)):
-        monkeypatch.setattr(factors, "LONG", long)
+        monkeypatch.setattr(factors, "LONG_WORK", long)
         fitted("wide", 10, prior=None, tuner=lw.tuners.MaximiseEvidence(), progress=progress)
         bars.append("eigendecompositions" in capsys.readouterr().err)
     assert bars == [True, False, False]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.data.batches import BATCH, Data, cut_for_training
+from lapwing.data.batches import BATCH_SIZE, Data, cut_for_training
 from lapwing.data.inputs import call_model, merge_batches, tensors_in
 from lapwing.errors import DataError, InputError, UnsupportedError
 from tests.tolerances import assert_near
@@ -460,11 +460,11 @@ def test_inputs_of_several_tensors_may_have_other_lengths() -> None:
 
 def test_training_takes_a_pair_in_steps_of_random_order() -> None:
     """Sorted labels would otherwise come one class at a time. The weights stay with their rows."""
-    rows = 2 * BATCH + 3
+    rows = 2 * BATCH_SIZE + 3
     x, context = torch.arange(rows * 2.0).reshape(rows, 2), torch.zeros(5, 3)
     pair = cut_for_training(((x.double().numpy(), context), lw.samples.Weighted(x[:, 0], x[:, 1])), torch.float32)
     first, second = ([batch.inputs[0] for batch in Data(pair, CPU).batches("", weighted=True)] for _ in range(2))
-    assert [len(batch) for batch in first] == [BATCH, BATCH, 3]
+    assert [len(batch) for batch in first] == [BATCH_SIZE, BATCH_SIZE, 3]
     assert len(pair) == 3
     for order in (first, second):
         assert torch.equal(torch.cat(order).sort(0).values, x)
@@ -487,7 +487,7 @@ def test_training_takes_a_small_pair_and_a_list_as_they_are(source: Any) -> None
 
 
 def test_a_run_on_a_pair_can_be_repeated() -> None:
-    rows = BATCH + 9
+    rows = BATCH_SIZE + 9
     x = torch.randn(rows, INPUTS, generator=torch.Generator().manual_seed(2))
     pair, recipe = (x.numpy(), (x[:, 0] > 0).long().numpy()), lw.recipes.fixed(epochs=2, rate=0.1)
     model, before = net(), torch.get_rng_state()

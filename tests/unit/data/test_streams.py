@@ -225,7 +225,7 @@ def test_pieces_do_not_matter_and_memory_does_not_grow(monkeypatch: pytest.Monke
     whole = draw_numbers(1000, 20, torch.Generator().manual_seed(5))
     sizes: list[int] = []
     plain = torch.cat
-    monkeypatch.setattr(lapwing.data.streams, "PIECE", 64)
+    monkeypatch.setattr(lapwing.data.streams, "KEYS_AT_ONCE", 64)
     monkeypatch.setattr(torch, "cat", lambda parts: (sizes.append(sum(map(len, parts))), plain(parts))[1])
     assert torch.equal(draw_numbers(1000, 20, torch.Generator().manual_seed(5)), whole)
     assert max(sizes) <= 20 + 64

@@ -13,7 +13,7 @@ import lapwing as lw
 from lapwing.errors import NumericalError
 from lapwing.linalg import dense as module
 from lapwing.linalg.dense import (
-    STRIP,
+    STRIP_ROWS,
     Axes,
     Basis,
     FullBasis,
@@ -162,7 +162,7 @@ def test_narrow_rows_are_summed_in_the_wide_dtype() -> None:
     assert total.value().tolist() == [[4096.0, 4096.0], [4096.0, 4096.0]]
 
 
-@pytest.mark.parametrize("size", [3, STRIP, 2 * STRIP + 7])
+@pytest.mark.parametrize("size", [3, STRIP_ROWS, 2 * STRIP_ROWS + 7])
 def test_mirrored_in_place(size: int) -> None:
     x = torch.randn(20, size, dtype=torch.float64)
     total = Gram(size, torch.float64, torch.device("cpu"))
@@ -369,7 +369,7 @@ def test_more_centres_than_different_points() -> None:
 def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     points = cloud()
     whole = kmeans(points, 5, generator())
-    monkeypatch.setattr(module, "CHUNK", 5 * 7)
+    monkeypatch.setattr(module, "DISTANCES_AT_ONCE", 5 * 7)
     assert_close(kmeans(points, 5, generator()), whole)
 
 

@@ -352,7 +352,7 @@ def test_data_that_are_not_kept_are_passed_over_again(monkeypatch: pytest.Monkey
     case = BY_NAME["token_level"]
     data, inputs = problems.batches(case), case.batch(2, seed=1)
     full = lw.fit(case.build(), data, "classification", method=lw.Full(), prior=0.7).functions(inputs).cov
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     found = lw.fit(case.build(), data, "classification", method=lw.HFL(mode="linearised"), prior=0.7)
     assert found.posterior.design.streamed
     assert_close(found.functions(inputs).cov, full, 1 / 2)
@@ -445,7 +445,7 @@ def test_data_in_another_order_at_every_pass(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(found.posterior, LinearisedResponse)
     assert off(found.functions(x).cov, energy.each(x, energy.ggn())) < 1e-8
     assert off(fitted(energy, lw.HFL(), data=Shuffled()).functions(x).cov, energy.each(x)) < 1e-6
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     with pytest.raises(lw.errors.DataError, match="two passes over the data gave different rows"):
         fitted(energy, lw.HFL(mode="linearised"), data=Shuffled())
 

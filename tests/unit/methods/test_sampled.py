@@ -125,7 +125,7 @@ class Counting:
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_precision_and_noise_touch_no_data(kind: str, prior: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One basis for all: not one pass more, though every product would be one."""
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     p = problem(kind)
     data = Counting(p.data)
     method = lw.Sampled(num_samples=1, tolerance=1e-11)
@@ -328,7 +328,7 @@ def test_iterations_count_what_the_basis_did_not_have() -> None:
 @pytest.mark.parametrize("solver", ["sgd", "sdd"])
 def test_parts_in_another_order_are_refused_by_descent(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of the data is not the same part at the next pass: no number of epochs would help."""
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     model, x, y = larger()
     loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(1))
     with pytest.raises(lw.errors.DataError, match=r"two passes over the data gave different rows.*shuffle=False"):
@@ -356,7 +356,7 @@ def test_data_that_change_are_refused_before_the_first_iteration(solver: str, mo
     monkeypatch.setattr(Ridge, "draw", lambda *_, **__: pytest.fail("noise was drawn"))
     with pytest.raises(lw.errors.DataError, match="a second reading of the data gave other rows"):
         fit()
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     with pytest.raises(lw.errors.DataError, match="a second reading of the data gave other rows"):
         fit()
 
@@ -370,7 +370,7 @@ def test_order_does_not_matter_to_samples(monkeypatch: pytest.MonkeyPatch) -> No
             order = torch.randperm(6, generator=gen)
             yield p.case.batch(6)[order], targets(p.case, p.kind)[order]
 
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     posterior = lw.fit(
         p.case.build(), Shuffled(), "classification", method=lw.Sampled(num_samples=3, tolerance=1e-11), prior=0.7
     ).posterior
@@ -681,7 +681,7 @@ def test_another_precision_moves_the_same_samples(solver: str) -> None:
 
 @pytest.mark.parametrize("solver", ["sgd", "sdd"])
 def test_a_residual_above_the_tolerance_is_an_error(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.linalg.ridge.LEADING", 1)
+    monkeypatch.setattr("lapwing.linalg.ridge.LEADING_VECTORS", 1)
     posterior = sampled_solvers_fitted(
         Sampled(num_samples=3, solver=solver, epochs=2, tolerance=1e-9, batch=4), lw.isotropic(3.0)
     )
@@ -733,7 +733,7 @@ def test_a_design_in_parts_is_the_same_design(part: int, cache: int | None) -> N
 @pytest.mark.parametrize("solver", ["sgd", "sdd"])
 def test_parts_may_be_streamed(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = samples(Sampled(num_samples=3, tolerance=1e-12), lw.isotropic(3.0))
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     method = Sampled(num_samples=3, solver=solver, batch=6, epochs=60, tolerance=0.2)
     posterior = sampled_solvers_fitted(method, lw.isotropic(3.0)).posterior
     assert posterior.solver.ridge.design.streamed

@@ -259,7 +259,7 @@ def test_data_in_another_order_at_every_pass(monkeypatch: pytest.MonkeyPatch) ->
 
     fit = lambda: lw.fit(case.build(), Shuffled(), "classification", method=lw.KernelSpace(), prior=0.7)
     assert_same(fit(), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
-    monkeypatch.setattr("lapwing.tangent.CACHE", 0)
+    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
     assert_same(fit(), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
     assert_same(fitted(case, lw.KernelSpace(), 0.7), fitted(case, lw.Full(), 0.7), case.batch(3, seed=1))
 

@@ -337,7 +337,7 @@ def test_pieces_are_the_whole(rows: int, channels_first: bool, monkeypatch: pyte
     part, weights = jacobian(channels_first), torch.rand(2, 1, D_OUT, D_IN, dtype=D)
     whole = part.whole()[:, :, 0]  # (B, K, d_out, d_in)
     by_token = whole.reshape(BATCH, TOKENS, CLASSES, -1)
-    monkeypatch.setattr(near_cache, "NEAR", rows * 8 * OUTPUTS * D_IN)
+    monkeypatch.setattr(near_cache, "PIECE_BYTES", rows * 8 * OUTPUTS * D_IN)
     assert len(list(near_cache.pieces(part.a[0], part.g[0]))) == BATCH * -(-D_OUT // rows)
     expected = torch.stack([(by_token * w.reshape(-1)) @ by_token.mT for w in weights])
     assert_close(part.quadratic_forms(weights, TOKENS, True), expected)
@@ -349,7 +349,7 @@ def test_only_large_jacobians_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatc
     """A Jacobian of 2 kB for each sample is below the limit; and a graph must not be broken by changes in place."""
     part = jacobian(False)
     assert not part._near_cache
-    monkeypatch.setattr(near_cache, "NEAR", 500)  # a row of 36 numbers fits, seven do not
+    monkeypatch.setattr(near_cache, "PIECE_BYTES", 500)  # a row of 36 numbers fits, seven do not
     assert part._near_cache
     assert not LinearJacobian(part.a.requires_grad_(), part.g)._near_cache
     assert not LinearJacobian(part.a.expand(2, -1, -1, -1).detach(), part.g.expand(2, -1, -1, -1, -1))._near_cache
@@ -375,8 +375,8 @@ def expected(model: nn.Module, inputs: Any, v: Tensor, shape: tuple[int, ...]) -
 def test_both_ways_equal_the_dense_jacobian(
     directional_case: Case, cheaper: float, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directional, "CHEAPER", cheaper)
-    monkeypatch.setattr(directional, "TOGETHER", {"cpu": together, "cuda": together})
+    monkeypatch.setattr(directional, "FORWARD_SHARE", cheaper)
+    monkeypatch.setattr(directional, "DIRECTIONS_AT_ONCE", {"cpu": together, "cuda": together})
     model, inputs = directional_case.build(), directional_case.batch(SIZE)
     network = Network.build(model, inputs)
     v = torch.randn(COUNT, network.selection.size, dtype=D)
@@ -391,7 +391,7 @@ def test_chunks_of_directions_and_samples_fit_the_budget(monkeypatch: pytest.Mon
     model, inputs = case.build(), case.batch(SIZE)
     network = Network.build(model, inputs)
     v = torch.randn(COUNT, network.selection.size, dtype=D)
-    monkeypatch.setattr(directional, "TOGETHER", {"cpu": 2, "cuda": 2})
+    monkeypatch.setattr(directional, "DIRECTIONS_AT_ONCE", {"cpu": 2, "cuda": 2})
     seen: list[tuple[int, int]] = []
     plain = passes.push_forward
 

@@ -497,7 +497,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(params=["gathered", "banded"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Take one way for all layers, whatever it costs."""
-    monkeypatch.setattr(linear_columns, "FASTER", 0 if request.param == "gathered" else 10**9)
+    monkeypatch.setattr(linear_columns, "LAYER_SPEED", 0 if request.param == "gathered" else 10**9)
     return request.param
 
 

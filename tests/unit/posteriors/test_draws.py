@@ -284,7 +284,7 @@ def samples(posterior: lw.Fitted, x: Tensor) -> Tensor:
 
 def by_jacobians(posterior: lw.Fitted, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr(directional, "CHEAPER", 0.0)
+        patch.setattr(directional, "FORWARD_SHARE", 0.0)
         return samples(posterior, x)
 
 

@@ -329,7 +329,7 @@ def test_a_function_of_many_outputs_is_taken_in_parts(monkeypatch: pytest.Monkey
     x, function = new(energy, 50), OF_OUTPUTS["a probability over inputs"]
     posterior = fitted(energy, lw.Full())
     whole = posterior.variance_of(function, x)
-    monkeypatch.setattr("lapwing.networks.jacobians.CACHED", 0)
+    monkeypatch.setattr("lapwing.networks.jacobians.CACHED_BYTES", 0)
     assert len(list(posterior.network.footprint.chunks(50, 1, D, torch.device("cpu")))) == 4
     assert_close(posterior.variance_of(function, x), whole)
     g = of_outputs(energy, function, x)

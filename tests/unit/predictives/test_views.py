@@ -105,7 +105,7 @@ def test_covariances_beyond_the_limit_are_not_kept(kind: str, monkeypatch: pytes
     """From the batch on that exceeds it, and for those before; what needs none stays exact."""
     posterior, y = fitted(kind, True), targets(kind)
     whole = posterior.predict(X)
-    monkeypatch.setattr(module, "KEPT", 600)
+    monkeypatch.setattr(module, "COVARIANCE_BYTES", 600)
     parts = posterior.predict(list(X.split([2, 2, 19])))
     assert_close(parts.mean, whole.mean)
     if kind == "classification":

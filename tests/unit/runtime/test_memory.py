@@ -33,7 +33,7 @@ def test_the_innermost_setting_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("free", "expected"), [
-    (2**30, 2**28), (2**30 + 2**29, 2**28), (2**60, memory.MOST["cpu"]), (0, memory.LEAST),
+    (2**30, 2**28), (2**30 + 2**29, 2**28), (2**60, memory.MAX_DEFAULT["cpu"]), (0, memory.MIN_DEFAULT),
 ])  # fmt: skip
 def test_the_default_is_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch, free: int, expected: int) -> None:
     """Rounded down to a power of two, and within bounds."""
@@ -55,4 +55,4 @@ def test_a_result_that_cannot_be_cut_is_refused_far_above_the_budget() -> None:
         with pytest.raises(UnsupportedError, match=r'a matrix takes .* GiB.*fewer rows, or raise it.*limit\("2MiB"\)'):
             memory.refuse_large_result(4 * 2**20 + 1, CPU, "a matrix", "Take fewer rows")
     with lw.memory.limited(1):
-        memory.refuse_large_result(memory.LEAST, CPU, "a matrix", "Take fewer rows")  # no less is ever refused
+        memory.refuse_large_result(memory.MIN_DEFAULT, CPU, "a matrix", "Take fewer rows")  # no less is ever refused

@@ -405,7 +405,7 @@ def test_raised_by_poll_and_where_code_of_the_user_runs() -> None:
 
 
 def test_a_second_one_is_raised_at_once_if_nothing_happened_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "PATIENCE", 0.01)
+    monkeypatch.setattr(interrupts, "HANG_SECONDS", 0.01)
     with defer_interrupts():
         ctrl_c()
         time.sleep(0.02)

@@ -178,7 +178,7 @@ def test_other_networks(name: str) -> None:
 @pytest.mark.parametrize(("kind", "method"), [("gaussian", "kron"), ("categorical", "full")])
 def test_streamed_products_find_the_same(kind: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = tuned(kind, method)
-    monkeypatch.setattr(tangent_model, "KEPT", 0.0)
+    monkeypatch.setattr(tangent_model, "DENSE_SHARE", 0.0)
     streamed = tuned.__wrapped__(kind, method)
     assert float(streamed.prior.values.log()) == pytest.approx(float(inside.prior.values.log()), abs=1e-6)
     assert_close(streamed.log_evidence(), inside.log_evidence(), SOLVED)

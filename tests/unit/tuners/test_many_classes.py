@@ -31,7 +31,7 @@ RATIOS, TEMPERATURES = (0.1, 10.0), (0.5, 1.0, 2.0)
 @pytest.fixture(autouse=True)
 def forty_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threshold itself is for speed; dense references need few classes."""
-    monkeypatch.setattr(posteriors, "MANY", CLASSES - 1)
+    monkeypatch.setattr(posteriors, "MANY_OUTPUTS", CLASSES - 1)
 
 
 @cache
@@ -64,7 +64,9 @@ def scores_written_out(grid: CellGrid, x: Tensor, y: Tensor) -> Tensor:
     columns = []
     for cell in grid.cells:
         each = member(grid.bases, grid.beliefs[cell.belief])
-        steps = torch.einsum("bcp,kp->kbc", jacobian, each.numbered_steps(range(cells.SCORED))).reshape(-1, *mean.shape)
+        steps = torch.einsum("bcp,kp->kbc", jacobian, each.numbered_steps(range(cells.SCORED_PAIRS))).reshape(
+            -1, *mean.shape
+        )
         belief = FunctionSamples.of(mean, steps).widened(cell.scale).scaled(1 / cell.likelihood.link_temperature)
         columns.append(SoftmaxSamples((belief,)).log_prob(y).flatten())
     return torch.stack(columns, 1)
@@ -153,7 +155,7 @@ def test_scores_by_functions_are_near_those_by_variances(monkeypatch: pytest.Mon
     grid = grid_of(posterior, (1.0, 10.0), TEMPERATURES)
     read = lambda: log_scores(grid, Data((x, y), torch.device("cpu"))).mean(0)
     drawn = read()
-    monkeypatch.setattr(posteriors, "MANY", 10**9)
+    monkeypatch.setattr(posteriors, "MANY_OUTPUTS", 10**9)
     exact = read()
     plain = exact[grid.scales == 0]
     assert float((exact[: len(plain)] - plain).abs().max()) > 1e-3  # error bars matter

@@ -20,7 +20,7 @@ from lapwing.priors import GPrior
 from lapwing.tuners import grid as held_out
 from lapwing.tuners.grid import PRECISIONS, TEMPERATURES, held_out_scores, nll
 from lapwing.tuners.mixing import (
-    MOST,
+    MAX_PRECISIONS,
     RARE,
     budget_weights,
     fit_tails,
@@ -550,7 +550,7 @@ def test_thinning_drops_precisions_and_gives_the_plain_network_no_weight() -> No
     number = torch.tensor([cell.belief for cell in grid.cells])
     shares = lambda weights: torch.zeros(len(grid.beliefs)).double().index_add(0, number, weights * (grid.scales > 0))
     count = lambda weights: int((shares(weights) >= RARE).sum())
-    assert count(after) <= MOST < count(before)
+    assert count(after) <= MAX_PRECISIONS < count(before)
     plain = grid.scales == 0
     assert float(after[plain].sum()) == pytest.approx(float(before[plain].sum()))
     assert torch.allclose(after[plain], before[plain])
