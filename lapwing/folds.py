@@ -195,8 +195,9 @@ def _refuse_unusable(splits: Sequence[Split], n: int) -> None:
 
 def _in_order(order: Sequence[Any], folds: int) -> tuple[Split, ...]:
     """Return folds in which every network is trained on earlier rows; rows of equal time stay together."""
-    times = torch.as_tensor(order)
-    _, rank = times.unique(return_inverse=True)
+    times: list[Any] = order.tolist() if hasattr(order, "tolist") else list(order)  # numbers, dates or text
+    place = {time: k for k, time in enumerate(sorted(set(times)))}
+    rank = torch.tensor([place[time] for time in times])
     sorted_rows = rank.argsort(stable=True)
     cuts = [round(len(rank) * k / (folds + 1)) for k in range(folds + 2)]
     starts = [int(rank[sorted_rows[cut]]) if cut < len(rank) else int(rank.max()) + 1 for cut in cuts]

@@ -6,13 +6,16 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterator
+from datetime import date, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from sklearn.model_selection import GroupKFold, TimeSeriesSplit
 from torch import Tensor, nn
 
 import lapwing as lw
@@ -407,6 +410,10 @@ def test_folds_in_time_are_trained_on_the_past() -> None:
     assert len(splits) == 4
     for split in splits:
         assert int(order[split.training].max()) < int(order[split.held_out].min())
+    days = [date(2026, 1, 1) + timedelta(days=day) for day in order.tolist()]
+    for given in days, np.array(days, "datetime64[ns]"), [day.isoformat() for day in days]:
+        same = splits_of(rows_of(inputs(100), numbers(inputs(100))), 4, None, given, 0)
+        assert all(torch.equal(a.held_out, b.held_out) for a, b in zip(same, splits, strict=True))
 
 
 def test_folds_may_be_given() -> None:
@@ -422,6 +429,9 @@ def test_folds_may_be_given() -> None:
     assert held_out(torch.tensor([1, 0, 1, 0, 1, 0])) == [[1, 3, 5], [0, 2, 4]]
     assert held_out([([0, 1], [5]), ([5], [1])]) == [[5], [1]]
     assert held_out(Splitter()) == [[3]]
+    assert held_out(TimeSeriesSplit(2)) == [[2, 3], [4, 5]]
+    grouped = splits_of(rows, GroupKFold(2), ["a", "b", "b", "a", "a", "b"], None, 0)
+    assert sorted(split.held_out.tolist() for split in grouped) == [[0, 3, 4], [1, 2, 5]]
 
 
 WRONG_FOLDS: list[tuple[Any, str]] = [
