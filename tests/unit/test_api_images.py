@@ -140,6 +140,8 @@ def test_shapes_of_numbers() -> None:
     assert_close(predictive.quantile(0.5), predictive.mean)
     assert predictive.sample(3).shape == (3, *shape)
     assert fitted("numbers").predict(NEW, samples=16).std.shape == shape
+    evaluation = fitted("numbers").evaluate([(NEW, y)], resamples=2)
+    assert evaluation["rmse"].posterior.value == pytest.approx(lw.metrics.rmse(predictive.mean, y))
 
 
 @pytest.mark.parametrize("likelihood", [lw.Gaussian(NOISE), lw.Bernoulli(), lw.Poisson()])

@@ -62,6 +62,33 @@ def test_structures_are_the_native_methods(structure: str) -> None:
     torch.testing.assert_close(la.log_marginal_likelihood(), posterior.log_evidence())
 
 
+def test_approximations_of_the_process_are_the_native_methods() -> None:
+    """With inducing points ``fit`` learns precision and noise."""
+    few = regression("gp", functional_approximation="nystrom", subsample_size=30, n_eigenvalues=9)
+    ella = lw.fit(few.model, [(X, Y)], lw.Gaussian(noise_std=0.7), method=lw.ELLA(30, 9), prior=1.0)
+    torch.testing.assert_close(few(NEW)[1], ella.functions(NEW).cov)
+    settings = {"functional_approximation": "variational", "num_inducing": 4, "inducing_locations": "kmeans"}
+    la = regression("gp", **settings, alpha=0.0)
+    problem = la.posterior.base.problem
+    torch.testing.assert_close(la.prior_precision, problem.prior.values.reshape(1))
+    torch.testing.assert_close(la.sigma_noise.square(), problem.likelihood.dispersion)
+    assert float(la.prior_precision) != 1.0
+
+
+def test_scales_and_draws(full: Laplace) -> None:
+    diagonal = regression("diag", prior_precision=2.0, prior_mean=0.1)
+    variances = lw.fit(
+        diagonal.model, [(X, Y)], lw.Gaussian(noise_std=0.7), method=lw.Diagonal(), prior=lw.isotropic(2.0, 0.1)
+    ).base.precision.variances()  # fmt: skip
+    torch.testing.assert_close(diagonal.posterior_precision, 1 / variances)
+    torch.testing.assert_close(diagonal.posterior_scale, variances.sqrt())
+    assert (diagonal.prior_mean, float(diagonal.sigma_noise)) == (0.1, pytest.approx(0.7))
+    seeded = lambda: torch.Generator().manual_seed(2)
+    draws = full.predictive_samples(NEW, n_samples=3, generator=seeded())
+    torch.testing.assert_close(draws, full.functional_samples(NEW, n_samples=3, generator=seeded()))
+    assert float((classification().predictive_samples(NEW, n_samples=3).sum(-1) - 1).abs().max()) < 1e-9
+
+
 def test_selections_are_the_native_weights() -> None:
     last = regression(subset="last_layer")
     by_name = regression(subset="last_layer", last_layer_name="3")

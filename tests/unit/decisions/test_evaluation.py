@@ -444,7 +444,7 @@ def test_scores_have_as_many_digits_as_their_intervals_allow(
     assert interval_text(ScoreInterval(*values, 0.0), size=size) == text
 
 
-def test_several_posteriors_are_ranked_with_the_plain_network() -> None:
+def test_several_posteriors_are_ranked_with_the_plain_network(tmp_path: Path) -> None:
     x, y = classes(80, generator(11))
     other = lw.fit(classifier().network.model, [(x, y)], "classification", method=lw.Diagonal(), prior=4.0)
     given = {"full": classifier(), "diagonal": other}
@@ -464,7 +464,12 @@ def test_several_posteriors_are_ranked_with_the_plain_network() -> None:
     assert [word for word in head.split() if word in table["full"].scores] == list(shown)
     assert [line.split()[0] for line in lines[-4:]] == list(shown)  # each is explained
     assert len(lines) == 3 + 1 + 1 + len(shown)
-    json.dumps(table.to_json(), allow_nan=False)
+    table.json(tmp_path / "table.json")
+    stored = json.loads((tmp_path / "table.json").read_text())
+    assert [row["scores"]["nll"]["value"] for row in stored["rows"]] == values
+    assert [label.get_text() for label in table.plot().get_yticklabels()] == [row.name for row in table.rows[::-1]]
+    with pytest.raises(lw.LapwingError, match="there is no posterior 'kron'; expected one of "):
+        table["kron"]
 
 
 def test_a_given_plain_network_is_not_added_again() -> None:

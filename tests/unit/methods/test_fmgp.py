@@ -21,6 +21,7 @@ from lapwing.methods.fmgp import (
     KernelState,
     Learning,
     Sight,
+    _initial_lengths,
     features,
     last_layer_network,
     output_scale,
@@ -628,6 +629,14 @@ def test_where_the_targets_lie_does_not_matter(likelihood: Any) -> None:
     one = fitted(lw.FMGP(10, steps=50), likelihood).functions(x)
     moved = fitted(lw.FMGP(10, steps=50), likelihood, model=model(100.0), data=[curve(place=100.0)]).functions(x)
     assert_close(moved.cov, one.cov, 0.35)
+
+
+def test_length_scales_start_at_the_spread_of_each_column() -> None:
+    """One where there is none, in these rows or in all data; times the root of the number of columns."""
+    u, varies = torch.tensor([[0.0, 5.0, 1.0], [4.0, 5.0, 7.0]]), torch.tensor([True, True, False])
+    assert _initial_lengths(u, varies, True).tolist() == pytest.approx([2 * 3**0.5, 3**0.5, 3**0.5])
+    assert _initial_lengths(u, varies, False).tolist() == pytest.approx([5.001 / 3])
+    assert _initial_lengths(u[:, 1:2], varies[1:2], False).tolist() == [1.0]
 
 
 FLAT = {"features": (2, 8, 2.0), "one feature": (1, 1, 2.0), "large": (1, 1, 2000.0), "zeros": (1, 1, 0.0)}
