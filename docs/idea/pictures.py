@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.demo.result import save
 
 NOISE = 0.15
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#777777"
@@ -119,7 +120,8 @@ def _network(axis: Axes, made: Case, title: str) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    FigureCanvasAgg(figure).print_figure(path, dpi=130)
+    FigureCanvasAgg(figure)
+    save(figure, path)
 
 
 def main(folder: Path) -> tuple[list[float], list[float]]:

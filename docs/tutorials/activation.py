@@ -38,6 +38,7 @@ from sklearn.datasets import load_diabetes, make_friedman1
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.demo.result import save
 
 PALE = "#9a9a9a"
 STYLES = {"tanh": ("#0072b2", "o"), "relu": ("#d55e00", "s"), "sin": ("#009e73", "^"), "identity": ("#333333", "D")}
@@ -163,7 +164,7 @@ def picture(tables: dict[str, list[Study]], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     entries = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))  # one for each activation
     figure.legend(entries.values(), entries.keys(), frameon=False, ncols=4, loc="outside lower center")
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _activations(axis: Any, study: Study) -> None:

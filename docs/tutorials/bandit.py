@@ -42,6 +42,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import lapwing as lw
+from lapwing.demo.result import save
 
 INK, PALE = "#333333", "#9a9a9a"
 STYLES = {
@@ -199,7 +200,7 @@ def picture(small: Results, large: Results, columns: int, path: Path) -> None:
         note = f"first bandit of the square, {name}: regret {float(game.regret.sum()):.1f}"
         axis.set_title(f"{note}\nrings: pulls, larger where there are more; star: the best arm", fontsize=10.5)
     figure.colorbar(marks, ax=axes[3], label="reward of the arm, without noise", shrink=0.9)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _regret(axis: Any, results: Results) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from lapwing.demo.result import save
+
 WEIGHTS, GAMMA = "#fddbb0", "#0072b2"
 
 
@@ -41,4 +43,4 @@ def effective_parameters_picture(gammas: Mapping[str, float], sizes: Mapping[str
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
     figure.legend(*counts.get_legend_handles_labels(), frameon=False, ncols=2, loc="outside lower center")
-    figure.savefig(path, dpi=150)
+    save(figure, path)

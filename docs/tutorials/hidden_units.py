@@ -35,6 +35,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.demo.result import save
 
 INK, BAYES, PLAIN, PALE = "#333333", "#0072b2", "#d55e00", "#9a9a9a"
 HIDDEN = (1, 2, 3, 4, 6, 9, 12, 20)
@@ -157,7 +158,7 @@ def picture(studies: Sequence[Study], plain: lw.Fitted, path: Path) -> None:
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.title.set_fontsize(10.5)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _classic(axis: Any, study: Study, plain: lw.Fitted) -> None:

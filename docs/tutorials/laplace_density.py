@@ -42,6 +42,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor
 
+from lapwing.demo.result import save
+
 EXACT, LAPLACE = "#333333", "#0072b2"
 SHAPE = 3.0
 MEASURED = torch.tensor([4.1, 5.3, 3.2, 6.0, 4.4, 5.6], dtype=torch.float64)
@@ -137,7 +139,7 @@ def picture(densities: list[Case], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     handles = [Line2D([], [], color=EXACT, linewidth=2), Line2D([], [], color=LAPLACE, linewidth=2, linestyle="--")]
     figure.legend(handles, ["exact", "Laplace"], frameon=False, ncols=2, loc="outside lower center")
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _curve(axis: Any, case: Case, limits: tuple[float, float], label: str) -> None:

@@ -37,6 +37,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.demo.result import save
 
 EXACT, LAPLACE, PLAIN = "#333333", "#0072b2", "#d55e00"
 PRIOR_PRECISION = 0.3
@@ -196,7 +197,7 @@ def picture(study: Study, path: Path) -> None:
         axis.set_title(f"{name}\n{note}", fontsize=10.5)
     axes[0].legend(loc="lower left", fontsize=9, framealpha=0.9)
     _marginal(axes[3], study)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _contours(axis: Any, study: Study, probs: Tensor) -> None:

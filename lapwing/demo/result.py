@@ -9,6 +9,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,8 +127,13 @@ NORMAL_95 = 1.959964  # a normal variable is within this many standard deviation
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure as a PNG file."""
-    figure.savefig(path, dpi=150)
+    """Write the figure as a PNG file of 256 colours, a third of the size of all colours."""
+    from PIL import Image
+
+    with BytesIO() as drawn:
+        figure.savefig(drawn, dpi=150)
+        with Image.open(drawn) as picture:
+            picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, format="png")
 
 
 def share_vertical_range(axes: Sequence[Axes]) -> None:
