@@ -1,6 +1,6 @@
 """Bayesian optimisation with BoTorch against random search on three functions.
 
-Run: ``python -m benchmarks.optimisation > benchmarks/results/optimisation.txt`` (needs ``lapwing[integrations]``).
+Run: ``python -m benchmarks.optimisation > benchmarks/results/optimisation.txt`` (needs ``lapwing[botorch]``).
 """
 
 from __future__ import annotations

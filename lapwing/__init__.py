@@ -38,7 +38,7 @@ from lapwing.priors import grouped, isotropic, per_layer
 from lapwing.registry import Auto
 from lapwing.values.gaussian import FunctionGaussian
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "fit", "crossfit", "sibling", "train", "train_ensemble", "load", "check", "compare", "evaluate", "Fitted",

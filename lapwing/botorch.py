@@ -1,6 +1,6 @@
 """Bayesian optimisation with BoTorch: a fitted posterior as a model, and functions drawn from it.
 
-Needs BoTorch: ``pip install 'lapwing[integrations]'``. Nothing else in the package imports this one.
+Needs BoTorch: ``pip install 'lapwing[botorch]'``. Nothing else in the package imports this one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ try:
     from linear_operator import to_linear_operator
 except ImportError as error:
     raise ImportError(
-        "lapwing.botorch needs the package botorch, which is not installed: pip install 'lapwing[integrations]'."
+        "lapwing.botorch needs the package botorch, which is not installed: pip install 'lapwing[botorch]'."
     ) from error
 
 __all__ = ["LapwingModel", "surrogate", "thompson"]

@@ -1,10 +1,11 @@
 """Check what a release needs and print a line for each: ``python -m tests.release [--tests PATH] [--keep FOLDER]``.
 
 1. The version is the same in pyproject.toml, lapwing/__init__.py, CITATION.cff and at the top of CHANGELOG.md.
-2. Wheel and sdist build from a clean checkout of HEAD, and hold what they should.
-3. The wheel installs into a new environment; from another folder the examples of the README pass, and the
+2. Wheel and sdist build from a clean checkout of HEAD, hold what they should, and are not too large.
+3. Their metadata are valid (twine), and no link of the description leads nowhere.
+4. The wheel installs into a new environment; from another folder the examples of the README pass, and the
    tests of the sdist pass against the installed copy.
-4. The documentation builds strictly.
+5. The documentation builds strictly.
 
 The exit status is 1 if a check failed. By default all tests run, which takes some ten minutes on two cores.
 """
@@ -39,6 +40,8 @@ IN_SDIST = (
     "CITATION.cff",
     "LICENSE",
 )
+LARGEST = 5e6  # bytes of the sdist
+RELATIVE = re.compile(r"\]\((?!https?:)[^)]*\)")
 TESTS = ("tests/unit", "tests/conformance", "tests/experiments")
 
 
@@ -74,7 +77,7 @@ def built(folder: Path) -> str:
         str(source),
     )
     builder = "import sys, hatchling.build as b; print(b.build_sdist(sys.argv[1]))"
-    environment = _environment(folder / "builder", "hatchling")
+    environment = _environment(folder / "builder", "hatchling", "twine")
     _run(str(environment), "-c", builder, str(folder), cwd=source)
     wheel, sdist = _one(folder, "*.whl"), _one(folder, "*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
@@ -87,7 +90,22 @@ def built(folder: Path) -> str:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     if absent := [name for name in IN_SDIST if name not in inside]:
         raise CheckError(f"the sdist misses {absent}")
+    if sdist.stat().st_size > LARGEST:
+        raise CheckError(f"the sdist has {sdist.stat().st_size / 1e6:.2f} MB; expected at most {LARGEST / 1e6:g}")
     return f"{wheel.name} ({wheel.stat().st_size / 1e6:.2f} MB), {sdist.name} ({sdist.stat().st_size / 1e6:.2f} MB)"
+
+
+def described(folder: Path) -> str:
+    """Check the metadata of wheel and sdist, and the links of the description."""
+    wheel, sdist = _one(folder, "*.whl"), _one(folder, "*.tar.gz")
+    _run(str(folder / "builder" / "bin" / "python"), "-m", "twine", "check", "--strict", str(wheel), str(sdist))
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    if relative := RELATIVE.findall(metadata):
+        raise CheckError(f"the description has relative links: {relative[:3]}")
+    links = "absolute" if "\nProject-URL: Source" in metadata else "left out: [project.urls] has no Source"
+    return f"twine finds nothing; links of the description are {links}"
 
 
 def installed(folder: Path) -> str:
@@ -154,6 +172,7 @@ def main(arguments: Sequence[str]) -> int:
         checks: dict[str, Callable[[], str]] = {
             "one version everywhere": versions,
             "wheel and sdist": lambda: built(folder),
+            "metadata": lambda: described(folder),
             "installed copy": lambda: installed(folder),
             "tests from the installed copy": lambda: tested(folder, given.tests),
             "documentation": documented,

@@ -127,13 +127,14 @@ NORMAL_95 = 1.959964  # a normal variable is within this many standard deviation
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure as a PNG file of 256 colours, a third of the size of all colours."""
+    """Write the figure as a PNG file of 256 colours, a quarter of the size with all colours."""
     from PIL import Image
 
     with BytesIO() as drawn:
         figure.savefig(drawn, dpi=150)
         with Image.open(drawn) as picture:
-            picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, format="png")
+            few = picture.convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+            few.save(path, format="png", optimize=True)
 
 
 def share_vertical_range(axes: Sequence[Axes]) -> None:

@@ -186,8 +186,7 @@ def test_missing_packages_are_named(module: str, packages: tuple[str, ...], monk
         monkeypatch.delitem(sys.modules, name)
     for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
-    extra = "integrations" if module == "botorch" else module
-    with pytest.raises(ImportError, match=rf"pip install 'lapwing\[{extra}\]'"):
+    with pytest.raises(ImportError, match=rf"pip install 'lapwing\[{module}\]'"):
         importlib.import_module(f"lapwing.{module}")
 
 
