@@ -522,7 +522,7 @@ def test_offsets_of_many_labels_take_the_diagonal_of_the_curvature(monkeypatch: 
     x, y = rows("multilabel", 300)
     held = HeldOutputs(x + torch.tensor([2.0, -1.0], dtype=D), y, torch.ones_like(y), exclusive=False)
     full = learn_offset(held, lw.Bernoulli(), WIDTHS)
-    monkeypatch.setattr("lapwing.tuners.offsets.DENSE", 1)
+    monkeypatch.setattr("lapwing.tuners.offsets.MAX_DENSE_OFFSETS", 1)
     diagonal = learn_offset(held, lw.Bernoulli(), WIDTHS)
     assert full is not None
     assert diagonal is not None
