@@ -31,9 +31,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for record in stored.records:
         scores = dict(record.scores) | {"seconds": record.seconds or 0.0}
         runs.setdefault(f"{record.group}/{record.repeat}", {})[record.method] = scores
+    units = stored.units.values()
+    machines = sorted({f"{unit.machine.hardware}, torch {unit.machine.versions['torch']}" for unit in units})
+    seconds = sum(unit.seconds for unit in units)
+    print(f"{len(runs)} runs, {seconds:.0f} s, one thread for each process beside other work; {'; '.join(machines)}\n")
     print("\n".join(lines(runs)))
-    total = sum(unit.seconds for unit in stored.units.values())
-    print(f"\n{len(runs)} runs, {total:.0f} s of one process beside other work")
 
 
 def lines(runs: Runs) -> Iterator[str]:
@@ -42,6 +44,10 @@ def lines(runs: Runs) -> Iterator[str]:
     for name, rules in runs.items():
         task = TASKS[name.rsplit("/", 1)[0]]
         kinds["gaps" if task.gap else "classes" if "ECE" in rules["plain"] else "numbers"][name] = rules
+    if kinds["classes"] and kinds["numbers"]:
+        yield "in short"
+        yield from _short(kinds["classes"], kinds["numbers"])
+        yield ""
     for kind, own in kinds.items():
         halves = {"": own} if kind == "gaps" else {
             "all": own, **{f"half {half}": {n: r for n, r in own.items() if _half(n) == half} for half in (0, 1)},
@@ -157,6 +163,24 @@ def _table(runs: Runs, columns: Mapping[str, tuple[str, Callable[[Runs, str], fl
         cells = (value(runs, rule) if score in first[rule] else "" for score, value in columns.values())
         rows.append([rule, *(f"{cell:.3f}" if isinstance(cell, float) else cell for cell in cells)])
     return align_columns(rows, 1)
+
+
+def _short(classes: Runs, numbers: Runs) -> list[str]:
+    """Return a row for each rule that classes and numbers share: scores as in the other tables, and shares of runs."""
+    first, second = next(iter(classes.values())), next(iter(numbers.values()))
+    rows = [["", "classes: NLL", "ECE", "worse", "numbers: CRPS", "coverage", "width", "RMSE", "worse", "trainings"]]
+    for rule in (rule for rule in first if rule in second):
+        own = [CLASSES["NLL"], CLASSES["ECE"], ("", _share), *(NUMBERS[key] for key in ("CRPS", "coverage", "width"))]
+        scores = [value(numbers if k > 2 else classes, rule) for k, (_, value) in enumerate(own)]
+        scores += [NUMBERS["RMSE"][1](numbers, rule), _share(numbers, rule)]
+        cells = (f"{cell:.3f}" if isinstance(cell, float) else cell for cell in scores)
+        rows.append([rule, *cells, f"{_mean(classes, rule, 'trainings'):.0f}"])
+    return align_columns(rows, 1)
+
+
+def _share(runs: Runs, rule: str) -> str:
+    values = gaps(runs, rule, "NLL").values()
+    return f"{sum(v > APART for v in values) / len(values):.0%}"
 
 
 def _tasks(runs: Runs) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 from matplotlib.image import imread
 
 import lapwing as lw
-from experiments import biased, flights, package_tables, table_methods, uci
+from experiments import biased, crossfit_table, flights, package_tables, table_methods, uci
 from experiments.__main__ import EXPERIMENTS, main
 from experiments.active import RULES, Active
 from experiments.budget import Budget
@@ -747,3 +747,9 @@ def test_decisions_refusals(tmp_path: Path) -> None:
         simulated("waves, wide", None, 50, DECISIONS_TINY.recipe, 0)
     with pytest.raises(LapwingError, match=r"uci_nothing\.npz is not in the data folder"):
         simulated("nothing", tmp_path, 50, DECISIONS_TINY.recipe, 0)
+
+
+def test_the_kept_tables_of_crossfit_are_those_of_its_results(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[2]
+    crossfit_table.main([str(root / "docs" / "results" / "crossfit_full.json")])
+    assert capsys.readouterr().out == (root / "benchmarks" / "results" / "crossfit.txt").read_text(encoding="utf-8")
