@@ -229,6 +229,11 @@ def tensors_in(tree: Inputs) -> Iterator[Tensor]:
         yield from (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf)
 
 
+def has_sets(inputs: Inputs) -> bool:
+    """Return whether there are leaves that are not tensors: sets of samples."""
+    return any(not isinstance(leaf, Tensor) for _, leaf in named_leaves(inputs))
+
+
 def plain_tensors(inputs: Inputs) -> list[Tensor]:
     """Return every leaf of a nesting that is a tensor, in order, without those of sets of samples."""
     return [leaf for _, leaf in named_leaves(inputs) if isinstance(leaf, Tensor)]

@@ -27,15 +27,15 @@ from lapwing.runtime.states import Array, Maybe, PartOf, Stored, Whole, distinct
 
 TRAINING, VALIDATION = 2**16, 2**15  # rows of a sketch, of 8 bytes each
 INPUT_BITS, TARGET_BITS = 40, 22
-WIDTH = 2**14  # words of a row that are hashed; a wider one is added up to so many
-SHORT = {torch.bool, torch.uint8, torch.int8, torch.int16}  # whole numbers that float32 holds
-NUMBERS = 2**18  # numbers that are hashed at a time
-WAITING = 2**14  # numbers of small batches that are mixed at once
+MAX_HASHED_WORDS = 2**14  # words of a row that are hashed; a wider one is added up to so many
+SHORT_TYPES = {torch.bool, torch.uint8, torch.int8, torch.int16}  # whole numbers that float32 holds
+CHUNK_NUMBERS = 2**18  # numbers that are hashed at a time
+MIXED_NUMBERS = 2**14  # numbers of small batches that are mixed at once
 TOTAL = 2**53
-LEAST = 0.1  # share of reused rows that is worth a remark
-ERRORS = 4.0  # standard errors by which the share must exceed the expected one
-CHANCE = 7.0  # minus the log-probability below which it is no coincidence that all rows are known
-VARIED = 10  # different rows from which two data sets with the same rows are no coincidence
+MIN_SHARE = 0.1  # share of reused rows that is worth a remark
+SHARE_ERRORS = 4.0  # standard errors by which the share must exceed the expected one
+MIN_SURPRISE = 7.0  # minus the log-probability below which it is no coincidence that all rows are known
+MIN_DIFFERENT_ROWS = 10  # different rows from which two data sets with the same rows are no coincidence
 
 
 @saved
@@ -126,16 +126,16 @@ class RowSketch(Stored):
         inside = min(max(expected, 1 / n), max(1 - 1 / n, 1 / n))  # an estimate of zero or one is not certain
         error = math.sqrt(max(0.0, inside * (1 - inside)) * (tested + tested**2 / n))
         share = (found / tested - expected) / max(1 - expected, 1e-12)
-        if share < LEAST or found - tested * expected <= ERRORS * error:
+        if share < MIN_SHARE or found - tested * expected <= SHARE_ERRORS * error:
             return None
-        most = min(1.0, expected + ERRORS * math.sqrt(expected * (1 - expected) / n) + 3 / n)
-        whole = found == tested and tested * -math.log(most) > CHANCE
+        most = min(1.0, expected + SHARE_ERRORS * math.sqrt(expected * (1 - expected) / n) + 3 / n)
+        whole = found == tested and tested * -math.log(most) > MIN_SURPRISE
         return Reuse(share, whole and (limit == 2**INPUT_BITS or tested >= 20), other.rows)
 
     def _is(self, other: RowSketch, of_inputs: bool) -> bool:
         """Return whether the other data have the same rows, in any order."""
         same = self.rows == other.rows and self.totals[of_inputs] == other.totals[of_inputs]
-        return same and len(self.marks) >= VARIED
+        return same and len(self.marks) >= MIN_DIFFERENT_ROWS
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Sketching:
         self.sums.append(sums)
         self.rows += count
         self.waiting += count
-        if self.waiting > WAITING:
+        if self.waiting > MIXED_NUMBERS:
             self._mix()
 
     def _mix(self) -> None:
@@ -277,7 +277,7 @@ def _products(t: Tensor, seed: int) -> Tensor:
     """Return the product of the words of each row with fixed random odd numbers, modulo 2⁶⁴: (n,)."""
     t = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
     t = t.reshape(len(t), -1)
-    parts = [t] if t.numel() <= NUMBERS else t.split(max(1, NUMBERS // t.shape[1]))
+    parts = [t] if t.numel() <= CHUNK_NUMBERS else t.split(max(1, CHUNK_NUMBERS // t.shape[1]))
     products = [_product(part, seed) for part in parts]
     return products[0] if len(products) == 1 else torch.cat(products)
 
@@ -286,14 +286,16 @@ def _product(t: Tensor, seed: int) -> Tensor:
     near = t.float() + 0.0  # minus zero is zero
     words = (F.pad(near, (0, 1)) if t.shape[1] % 2 else near.contiguous()).view(torch.int64)  # of two numbers each
     product = _times(words, seed)
-    if t.is_floating_point() or t.dtype in SHORT:
+    if t.is_floating_point() or t.dtype in SHORT_TYPES:
         return product
     return product + _times(t.long() - near.double().long(), seed + 1)  # what float32 does not hold
 
 
 def _times(words: Tensor, seed: int) -> Tensor:
-    if words.shape[1] > WIDTH:
-        words = torch.stack([F.pad(part, (0, WIDTH - part.shape[1])) for part in words.split(WIDTH, 1)]).sum(0)
+    if words.shape[1] > MAX_HASHED_WORDS:
+        words = torch.stack(
+            [F.pad(part, (0, MAX_HASHED_WORDS - part.shape[1])) for part in words.split(MAX_HASHED_WORDS, 1)]
+        ).sum(0)
     pattern = _pattern(seed, words.device)[: words.shape[1]]
     return words @ pattern if words.is_cpu else (words * pattern).sum(1)  # GPUs have no such product of integers
 
@@ -301,7 +303,7 @@ def _times(words: Tensor, seed: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _pattern(seed: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(-(2**63), 2**63 - 1, (WIDTH,), generator=generator) | 1).to(device)
+    return (torch.randint(-(2**63), 2**63 - 1, (MAX_HASHED_WORDS,), generator=generator) | 1).to(device)
 
 
 def _mix_bits(h: Tensor) -> Tensor:

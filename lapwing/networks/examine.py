@@ -23,6 +23,7 @@ from lapwing.data.inputs import (
     Leaf,
     SampleRows,
     check_finite,
+    has_sets,
     map_leaves,
     map_tensors,
     named_leaves,
@@ -73,7 +74,7 @@ ADVICE = "Has x a batch dimension? For one input, give x[None]."
 def shapes_of_sample(inputs: Inputs, per_sample: Sequence[bool]) -> tuple[torch.Size, ...] | None:
     """Return the shapes of the tensors that one sample is made of; None if there are sets of samples among them."""
     leaves = [leaf for _, leaf in named_leaves(inputs)]
-    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+    if has_sets(inputs):
         return None
     return tuple(leaf.shape[1:] if each else leaf.shape for each, leaf in zip(per_sample, leaves, strict=True))
 
@@ -113,14 +114,14 @@ def pixel_targets(batch: Batch, form: ImageForm, channels: int) -> Batch:
         raise DataError(f"{error}{advice}") from error
 
 
-FEW = 32  # samples that show whether two forward passes agree
-EXAMINED = 31  # samples of a batch with which a model is examined; a prime, which no other dimension is likely to be
-REPEATED = {torch.float64: 1e-12, torch.float32: 1e-5}  # by how much outputs may differ where kernels reorder sums
+COMPARED_SAMPLES = 32  # samples that show whether two forward passes agree
+EXAMINED_SAMPLES = 31  # with which a model is examined; a prime, which no other dimension is likely to be
+RUN_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # by how much outputs may differ where kernels reorder sums
 
 
 def first_samples(inputs: Inputs) -> Inputs:
     """Return the first samples of a batch that is one tensor, enough to examine a model. Leave other batches whole."""
-    return inputs[:EXAMINED] if isinstance(inputs, Tensor) and inputs.ndim else inputs
+    return inputs[:EXAMINED_SAMPLES] if isinstance(inputs, Tensor) and inputs.ndim else inputs
 
 
 @contextlib.contextmanager
@@ -173,9 +174,9 @@ def refuse_random(model: nn.Module, inputs: Inputs, first: Tensor, plain_kernels
     """
     few = inputs
     if len(list(named_leaves(inputs))) == 1:  # of several, one may be shared by all samples
-        few, first = take(inputs, (True,), slice(FEW)), first[:FEW]
+        few, first = take(inputs, (True,), slice(COMPARED_SAMPLES)), first[:COMPARED_SAMPLES]
     second = output_without_graph(model, few, plain_kernels)
-    allowed = max(REPEATED.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
+    allowed = max(RUN_TOLERANCE.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
     if first.shape == second.shape:
         gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
         if not bool(gap > allowed * scale):
@@ -485,7 +486,7 @@ def _with_several_samples(inputs: Inputs, replica: Replica, plain_kernels: bool)
     if count != 1:
         return inputs, rows, False
     rows = rows.with_batch(inputs, 1)
-    if all(isinstance(leaf, Tensor) for _, leaf in named_leaves(inputs)):  # a set says itself whose rows are whose
+    if not has_sets(inputs):  # a set says itself whose rows are whose
         inputs = take(inputs, rows.per_sample(inputs, 1), torch.zeros(2, dtype=torch.long))
     return inputs, rows, True
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from lapwing.data.inputs import Inputs, map_leaves, take
 from lapwing.errors import ModelError
-from lapwing.networks.examine import EXAMINED, relative_gap
+from lapwing.networks.examine import EXAMINED_SAMPLES, relative_gap
 from lapwing.networks.forward import (
     copy_modules,
     output_without_graph,
@@ -542,9 +542,9 @@ def compare(tangent: Tangent, first: bool) -> None:
     rules and one by autograd; at first also those of ``_refuse_kept_values``. A few samples are enough if their graph
     has the form of the whole batch's.
     """
-    if len(tangent.raw) > EXAMINED:
+    if len(tangent.raw) > EXAMINED_SAMPLES:
         network = tangent.network
-        few = network.linearise(network.take(tangent.inputs, slice(0, EXAMINED)), tangent.differentiable)
+        few = network.linearise(network.take(tangent.inputs, slice(0, EXAMINED_SAMPLES)), tangent.differentiable)
         tangent = few if few.graph.form == tangent.graph.form else tangent
     u, c = _directions(tangent)
     with torch.no_grad():

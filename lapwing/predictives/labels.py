@@ -31,8 +31,8 @@ from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, by_inputs
 P = TypeVar("P", bound=LabelPredictive)
 
 LOGISTIC = 3 / math.pi**2  # one over the variance of the standard logistic distribution
-PAIRED = 256  # classes up to which the covariance of each pair of logits is used
-COPIES = 4  # of a (C, C) intermediate that a link holds for each input
+PAIRED_CLASSES = 256  # classes up to which the covariance of each pair of logits is used
+LINK_COPIES = 4  # of a (C, C) intermediate that a link holds for each input
 
 
 def probit(belief: FunctionGaussian) -> Tensor:
@@ -57,7 +57,7 @@ def pairwise(belief: FunctionGaussian) -> Tensor:
     """
     mean, outputs = belief.mean, belief.mean.shape[-1]
     flat = mean.reshape(-1, outputs)
-    if outputs <= PAIRED:
+    if outputs <= PAIRED_CLASSES:
         cov = belief.cov.reshape(-1, outputs, outputs)
         own = cov.diagonal(dim1=-2, dim2=-1)
     else:
@@ -65,7 +65,7 @@ def pairwise(belief: FunctionGaussian) -> Tensor:
         if not bool((own > 0).any()):  # the plain network: l is log softmax(m), which takes no pairs
             return mean.log_softmax(-1)
     logits = []
-    for part in chunks(len(flat), COPIES * flat.element_size() * outputs**2, flat.device):
+    for part in chunks(len(flat), LINK_COPIES * flat.element_size() * outputs**2, flat.device):
         spread = own[part].unsqueeze(-1) + own[part].unsqueeze(-2)
         if cov is not None:
             spread = torch.add(spread, cov[part], alpha=-2).clamp_min(0)
@@ -112,7 +112,7 @@ def logit_draws(belief: FunctionGaussian, n: int, seed: int) -> Tensor:
         root = basis @ psd_root(basis.mT @ cov[part] @ basis)
         return flat[part] + torch.einsum("bcd,nd->nbc", root, points)
 
-    each = 2 * COPIES * flat.element_size() * outputs**2
+    each = 2 * LINK_COPIES * flat.element_size() * outputs**2
     parts = (draws(part) for part in chunks(len(flat), each, flat.device))
     return concat_chunks(parts, len(flat), 1).reshape(n, *mean.shape) if len(flat) else mean.new_zeros(n, *mean.shape)
 
@@ -138,8 +138,8 @@ def _zero_sum_basis(outputs: int) -> Tensor:
     return (torch.eye(outputs, dtype=torch.float64) - torch.outer(v, v) / v[-1])[:, :-1]
 
 
-HARD = 0.1  # estimated relative error of the mutual information above which the logits of an input are drawn
-WIDE = 2.0  # standard deviation of the log-odds above which they are drawn too
+HARD_ERROR = 0.1  # estimated relative error of the mutual information above which the logits of an input are drawn
+WIDE_DEVIATION = 2.0  # standard deviation of the log-odds above which they are drawn too
 NODES, EXACT = 12, 96  # nodes for many classes and for two, whose integral has no other error
 
 
@@ -313,7 +313,7 @@ def quadrature(belief: FunctionGaussian) -> tuple[Tensor, Tensor]:
 BINARY_LINKS = {"probit": binary_probit, "quadrature": quadrature}
 
 
-TOGETHER = 32  # classes up to which the predictives of a mixture are computed at once
+CLASSES_TOGETHER = 32  # classes up to which the predictives of a mixture are computed at once
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -372,7 +372,7 @@ class SoftmaxPredictive(ClassPredictive):
             return probs.mean(0), self.entropy_of(probs).mean(0)
         outputs = self.belief.mean.shape[-1]
         mean, cov = self.belief.mean.reshape(-1, outputs), self.belief.cov.reshape(-1, outputs, outputs)
-        numbers = mean.element_size() * outputs * max(COPIES * outputs, 3 * EXACT)
+        numbers = mean.element_size() * outputs * max(LINK_COPIES * outputs, 3 * EXACT)
         parts = [self._integrate(mean[part], cov[part]) for part in chunks(len(mean), numbers, mean.device)]
         probs, entropy = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else (mean, mean[:, 0])
         return probs.reshape(self.belief.mean.shape), entropy.reshape(self.belief.mean.shape[:-1])
@@ -392,7 +392,7 @@ class SoftmaxPredictive(ClassPredictive):
             information = (torch.special.entr(probs) - entropies).clamp_min(0)
             error, width = ((information * each).sum(-1) for each in (bend, std))
             total = information.sum(-1)
-            hard = (error > HARD * total) | (width > WIDE * total)
+            hard = (error > HARD_ERROR * total) | (width > WIDE_DEVIATION * total)
             if bool(hard.any()):
                 drawn = logit_draws(FunctionGaussian(mean[hard], cov[hard]), self.samples, self.seed).softmax(-1)
                 probs[hard], entropy[hard] = drawn.mean(0), self.entropy_of(drawn).mean(0)
@@ -411,16 +411,16 @@ def _stack_components(components: Sequence[SoftmaxPredictive]) -> Iterator[Softm
     """Yield the predictives with a leading dimension: all at once where their covariances are small."""
     mean = components[0].belief.mean
     each = mean.element_size() * mean.numel() * mean.shape[-1]
-    for part in chunks(len(components), each, mean.device, most=None if mean.shape[-1] <= TOGETHER else 1):
+    for part in chunks(len(components), each, mean.device, most=None if mean.shape[-1] <= CLASSES_TOGETHER else 1):
         group = components[part]
         yield replace(group[0], belief=FunctionGaussian.stacked([component.belief for component in group]))
 
 
-SMOOTHED = 0.5  # largest share of the variance that is left to a link, for up to FEW draws
-FEW = 16
-LARGE = 4.0  # variance of the logits at which the share is half of that
-SMALL = 1e-30  # probability below which logarithms of sums would lose digits
-ENTRIES = 2**22  # numbers of drawn logits that are handled at once: near a CPU's caches, and enough for a GPU
+SMOOTHED_SHARE = 0.5  # largest share of the variance that is left to a link, for up to FEW draws
+FEW_DRAWS = 16
+LARGE_VARIANCE = 4.0  # variance of the logits at which the share is half of that
+MIN_PROBABILITY = 1e-30  # probability below which logarithms of sums would lose digits
+CHUNK_NUMBERS = 2**22  # numbers of drawn logits that are handled at once: near a CPU's caches, and enough for a GPU
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -568,7 +568,7 @@ class SoftmaxSamples(ClassPredictive):
             smooth = _Smoothed.of(part)
             for logits in smooth.chunks():
                 probs += weight / smooth.count * logits.softmax(-1).sum(0)
-        return probs.log() if bool((probs > SMALL).all()) else self._log_averages()
+        return probs.log() if bool((probs > MIN_PROBABILITY).all()) else self._log_averages()
 
     def _log_averages(self) -> Tensor:
         """Return the log-probabilities without the probabilities, which may round to zero; slower."""
@@ -595,7 +595,7 @@ class _Smoothed:
             one = torch.ones_like(part.mean[..., :1])
             return cls(part, one, one)
         spread = part.scale**2 * part.spreads.mean(0).unsqueeze(-1)
-        rest = SMOOTHED * min(1.0, math.sqrt(FEW / part.pairs)) * spread / (spread + LARGE)
+        rest = SMOOTHED_SHARE * min(1.0, math.sqrt(FEW_DRAWS / part.pairs)) * spread / (spread + LARGE_VARIANCE)
         return cls(part, (1 + 2 * LOGISTIC * rest * spread).rsqrt(), (1 - rest).sqrt())
 
     @property
@@ -618,7 +618,7 @@ def _draw_chunks(part: FunctionSamples, width: Tensor | None = None) -> Iterator
     if not part.pairs:
         yield slice(0, 0), part.factor * part.mean.unsqueeze(0)
         return
-    step = max(1, ENTRIES // max(1, 2 * part.mean.numel()))
+    step = max(1, CHUNK_NUMBERS // max(1, 2 * part.mean.numel()))
     for start in range(0, part.pairs, step):
         pairs = slice(start, min(part.pairs, start + step))
         yield pairs, part.functions(pairs, width)

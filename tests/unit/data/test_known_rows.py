@@ -57,7 +57,7 @@ def test_the_same_rows_in_another_form(form: str) -> None:
 def test_rows_in_parts_are_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = numbers(200)
     whole = sketch(x, y, 200)
-    monkeypatch.setattr(known_rows, "NUMBERS", 4 * 100)  # two parts
+    monkeypatch.setattr(known_rows, "CHUNK_NUMBERS", 4 * 100)  # two parts
     assert sketch(x, y, 200).reuse(whole) == whole.reuse(whole)
 
 

@@ -231,7 +231,7 @@ def test_aleatoric_is_the_entropy_of_whole_functions() -> None:
 
 @pytest.mark.parametrize("entries", [1, 2**22])
 def test_log_prob_of_labels_in_pieces(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.predictives.labels.ENTRIES", entries)
+    monkeypatch.setattr("lapwing.predictives.labels.CHUNK_NUMBERS", entries)
     predictive, cells = sampled_mixed()
     expected = sum(w * written_out(mean, steps, True).mean(0) for w, mean, steps in cells)
     y = torch.tensor([0, 6, 3, 2])
