@@ -96,8 +96,8 @@ def fit(
             "counts", "heteroscedastic". The network's outputs are logits, means or log-rates.
         method: How the posterior is computed; ``lw.Kron()`` if None, which costs about as much as a few epochs of
             training. ``lw.Full()`` is exact and needs 8 P² bytes; ``lw.Auto()`` (or "auto") chooses by memory and
-            time; ``lw.check(model, batch)`` lists the costs of all. A name, such as "full", is a method with its
-            default settings.
+            time; ``lw.check(model, batch)`` says what they cost. A name, such as "full", is a method with its default
+            settings.
         weights: Which weights are uncertain: ``lw.all_weights`` (default), ``lw.last_layer`` (cheaper by far),
             ``lw.named(pattern)``, ``lw.subnetwork(index)``, or a choice of ``lw.subnetworks``; "all" and
             "last_layer" are accepted as names.

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 BINS = 10  # of the reliability diagrams
 
+INTERVALS = "NLL: how improbable the true values were, lower is better; best are narrow intervals that cover 95 %"
+ERRORS = "RMSE: error of the mean; CRPS: error of the whole distribution"
+
 
 @dataclass(frozen=True)
 class Digits:
@@ -84,6 +87,7 @@ def run_digits(settings: Digits) -> Result:
         rows += [Row(name, mean_scores(repeats), task) for name, repeats in by_name.items()]
     notes = (
         f"means over {settings.repeats} splits; {settings.validation} images for validation, {len(y)} for testing",
+        "NLL: how improbable the true classes were; ECE: distance of confidence from accuracy; lower is better",
         "AUROC: do images with shuffled pixels have a higher score than digits? by the default score of ood",
     )
     seconds = {"total": time.perf_counter() - start}
@@ -164,7 +168,7 @@ def run_diabetes(settings: Diabetes) -> Result:
         f"validation, {len(table.y_test)} for testing"
     )
     seconds = {"total": time.perf_counter() - start}
-    return Result("diabetes", plain(settings), settings.seed, rows, seconds, arrays, (note,))
+    return Result("diabetes", plain(settings), settings.seed, rows, seconds, arrays, (ERRORS, INTERVALS, note))
 
 
 def split_diabetes(settings: Diabetes, seed: int) -> tuple[SplitTable, tuple[Tensor, Tensor]]:
@@ -231,7 +235,7 @@ def run_bands(settings: Bands) -> Result:
     )
     seconds = {"total": time.perf_counter() - start}
     stored = {name: column.tolist() for name, column in arrays.items()}
-    return Result("bands", plain(settings), settings.seed, rows, seconds, stored, (note,))
+    return Result("bands", plain(settings), settings.seed, rows, seconds, stored, (INTERVALS, note))
 
 
 def draw_curves(

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lapwing import plots
-from lapwing.decisions.collecting import interval_parts, json_values
+from lapwing.decisions.collecting import json_values
 from lapwing.decisions.evaluation import Compared, Evaluation, evaluation_of_parts, meaning_of
 from lapwing.errors import LapwingError, UnsupportedError
-from lapwing.metrics import ScoreInterval
 from lapwing.plots import (
     COLOURS,
     INK,
@@ -35,7 +34,7 @@ from lapwing.plots import (
     trace_with_steps,
 )
 from lapwing.predictives.base import NumberPredictive
-from lapwing.report.verdict import UncertainInputs, find_uncertain_inputs, percent, points, verdict_of
+from lapwing.report.verdict import UncertainInputs, cells, find_uncertain_inputs, percent, points, verdict_of
 from lapwing.runtime.files import refuse_no_folder, write_atomically
 from lapwing.runtime.settings import PATH, TEXT, Rule, is_integer
 
@@ -182,16 +181,6 @@ def words_of(row: Compared) -> str:
     if row.target is None:
         return str(row.verdict)
     return f"{'closer to' if row.verdict == 'better' else 'farther from'} {percent(row.target)}"
-
-
-def cells(score: ScoreInterval, decimals: int | None = None, size: float = 0.0, signed: bool = False) -> list[str]:
-    """Return a score and both ends of its interval with a real minus sign, and a plus where ``signed`` asks for it.
-
-    >>> cells(ScoreInterval(-0.12345, -0.15, 0.1, 0.01), signed=True)
-    ['−0.12', '−0.15', '+0.10']
-    """
-    plus = lambda text: f"+{text}" if signed and text.strip("-0.") and text[0] != "-" else text
-    return [plus(text).replace("-", "−") for text in interval_parts(score, decimals, size)]
 
 
 def embed_json(numbers: Any) -> str:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lapwing.decisions.collecting import LabelledBatch, batches_of, label_batch, source_of
+from lapwing.decisions.collecting import LabelledBatch, batches_of, interval_parts, label_batch, source_of
 from lapwing.decisions.evaluation import ClassFrequency, Evaluation
-from lapwing.metrics import ece
+from lapwing.metrics import ScoreInterval, ece
 from lapwing.plots import AnswerProbabilities, Residuals, normal_half_width, wilson
 from lapwing.predictives.base import LabelPredictive, NumberPredictive, Predictive
 
@@ -188,11 +188,11 @@ def _better(evaluation: Evaluation, has_spread: bool) -> Answer:
     """Return whether the posterior predicts better than the plain network, by its likelihood of the targets."""
     row, question = evaluation["nll"], "Is it better than the plain network?"
     confidence = percent(evaluation.confidence)
-    apart = row.difference
+    own, plain = (cells(each, row.decimals)[0] for each in (row.posterior, row.plain))
+    apart, low, high = cells(row.difference, size=row.size, signed=True)
     numbers = (
-        f"The negative log-likelihood of an input is {row.posterior.value:.4g}; that of the plain network is "
-        f"{row.plain.value:.4g}. The difference is {with_sign(apart.value)} [{with_sign(apart.low)}, "
-        f"{with_sign(apart.high)}]; lower is better."
+        f"The negative log-likelihood of an input is {own}; that of the plain network is {plain}. The difference is "
+        f"{apart} [{low}, {high}]; lower is better."
     )
     rule = (
         f"Better or worse if the {confidence} bootstrap interval of the difference in log-likelihood, of the same "
@@ -286,13 +286,14 @@ def points(value: float) -> str:
     return f"{100 * value:.2g} percentage points"
 
 
-def with_sign(value: float) -> str:
-    """Return a number with its sign.
+def cells(score: ScoreInterval, decimals: int | None = None, size: float = 0.0, signed: bool = False) -> list[str]:
+    """Return a score and both ends of its interval with a real minus sign, and a plus where ``signed`` asks for it.
 
-    >>> with_sign(-0.123456), with_sign(2.0), with_sign(0.0)
-    ('−0.123', '+2', '0')
+    >>> cells(ScoreInterval(-0.12345, -0.15, 0.1, 0.01), signed=True)
+    ['−0.12', '−0.15', '+0.10']
     """
-    return f"{value:+.3g}".replace("-", "−") if value else "0"
+    plus = lambda text: f"+{text}" if signed and text.strip("-0.") and text[0] != "-" else text
+    return [plus(text).replace("-", "−") for text in interval_parts(score, decimals, size)]
 
 
 SHOWN = 8  # inputs in the table
