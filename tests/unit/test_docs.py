@@ -7,8 +7,9 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -116,6 +117,40 @@ def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_links_of_the_readme_lead_somewhere() -> None:
     assert not [link for link in LINK.findall(README) if not (Path(__file__).parents[2] / link).exists()]
+
+
+# The map of the code is true.
+
+
+def files_passed(call: Callable[[], object]) -> set[str]:
+    """The files of the library that have functions which run in a call, relative to its folder."""
+    library, files = str(Path(lw.__file__).parent) + "/", set[str]()
+
+    def note(frame: FrameType, event: str, value: object) -> None:
+        files.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return {name.removeprefix(library) for name in files if name.startswith(library)}
+
+
+def test_the_map_names_the_files_of_a_fit_and_of_a_prediction() -> None:
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## How one `(\w+)` travels$(.*?)^(?=## )", text, re.MULTILINE | re.DOTALL)
+    listed = {call: set(re.findall(r"`([\w/]+\.py)`", section)) for call, section in sections}
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    x, y = torch.randn(20, 3), torch.arange(20) % 2
+    fitted: list[lw.Fitted] = []
+    fit = files_passed(lambda: fitted.append(lw.fit(model, [(x, y)], "classification")))
+    predict = files_passed(lambda: fitted[0].predict(x).probs)
+    assert fit <= listed["fit"]
+    assert listed["fit"] - fit <= {"fitted.py"}  # the result, which no function of that file makes
+    assert predict <= listed["fit"] | listed["predict"]
+    assert all((Path(lw.__file__).parent / name).exists() for name in listed["predict"])
 
 
 # The documentation site has every page in its navigation, and every public name with an example in its reference.
