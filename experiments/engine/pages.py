@@ -68,8 +68,8 @@ class Mark:
     def parse(cls, kind: str, text: str) -> Mark:
         """Read the text of a mark, such as ``uci/full scores=NLL methods="plain,last layer"``."""
         reference, *rest = shlex.split(text)
-        options = dict(word.split("=", 1) for word in rest if re.match(r"[a-z]+=", word))
-        words = tuple(word for word in rest if not re.match(r"[a-z]+=", word))
+        options = dict(word.split("=", 1) for word in rest if re.match(r"[a-z]+=.", word))
+        words = tuple(word for word in rest if not re.match(r"[a-z]+=.", word))
         mark = cls(kind, text, reference, words, options)
         rules = "value of a file" if kind == "value" and mark.of_file else kind
         form, most = FORMS[rules]
