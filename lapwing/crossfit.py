@@ -99,7 +99,8 @@ def crossfit(
     Args:
         train_fn: Your recipe: ``train_fn(rows, seed)`` trains a new network on ``data[rows]``, a tensor of row numbers,
             and returns it in evaluation mode. Global random numbers are seeded before each call, and restored. All that
-            looks at data, such as early stopping, must look at these rows alone.
+            looks at data, such as early stopping, must look at these rows alone. One that takes less than a second is
+            called twice more, to see whether it gives the same network again, and another one for other rows.
         data: A Dataset, or a pair ``(inputs, targets)`` of tensors, arrays or frames.
         likelihood: As for ``fit``.
         model: The network that was trained on all rows; ``train_fn`` trains it if None.
