@@ -62,6 +62,9 @@ def interval_parts(each: ScoreInterval, decimals: int | None = None, size: float
     if max(map(abs, values)) <= ROUNDING * size:
         return ("0", "0", "0")
     decimals = decimals_of(each) if decimals is None else decimals
+    nearest = min(abs(each.low), abs(each.high)) if each.low * each.high > 0 and size else math.inf
+    while decimals < SEVERAL and nearest < 0.5 * 10**-decimals:  # an interval on one side of zero is shown as such
+        decimals += 1
     form = f".{decimals}f" if decimals <= SEVERAL and max(map(abs, values)) < LARGE else ".3g"
     texts = (format(value, form) for value in values)
     a, b, c = (text if text.strip("-0.") else text.removeprefix("-") for text in texts)
