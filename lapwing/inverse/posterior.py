@@ -373,19 +373,21 @@ class InversePosterior(Tunable):
         problem = self.problem
         error = f" ± {self.evidence_error:.2g}" if self.classes is None else ""
         lines = [
-            repr(self),
-            f"noise std {float(self.noise_std):.4g}" + (" (learned)" if self.learns_noise else " (given)"),
-            f"log evidence {float(self.log_evidence()):.6g}{error}",
-            f"prior {type(problem.prior).__name__} with {problem.prior.values.numel()} hyperparameters",
-            *(() if self.trace is None else self.trace.findings),
+            f"Image of {self.shape} from {problem.observation.rows:,} measurements, with error bars from "
+            f"{problem.network.selection.size:,} weights of the network (solver {self.solver})",
+            f"Noise of the measurements: standard deviation {float(self.noise_std):.3g}"
+            + (" (learned)" if self.learns_noise else " (given)"),
+            f"Prior: {type(problem.prior).__name__.removeprefix('Bound')}, "
+            f"{problem.prior.values.numel()} hyperparameters; log evidence {float(self.log_evidence()):.5g}{error}",
+            *(() if self.trace is None else (f"Note: {finding}" for finding in self.trace.findings)),
         ]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         network = self.problem.network
         return (
-            f"InversePosterior(image {self.shape}, {self.problem.observation.rows} measurements, "
-            f"{network.selection.size} weights, solver {self.solver!r})"
+            f"<InversePosterior: image {self.shape}, {self.problem.observation.rows:,} measurements, "
+            f"{network.selection.size:,} weights, solver {self.solver}>"
         )
 
 

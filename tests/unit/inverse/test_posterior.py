@@ -34,7 +34,7 @@ def test_shapes_and_sizes() -> None:
     assert posterior.covariance().shape == (DX, DX)
     assert posterior.samples(3, seed()).shape == (3, *SHAPE)
     assert_close(posterior.reconstruction, case().model(case().x)[0])
-    assert repr(posterior).startswith("InversePosterior(image (2, 4, 5), 17 measurements")
+    assert repr(posterior).startswith("<InversePosterior: image (2, 4, 5), 17 measurements, ")
     assert "log evidence" in posterior.summary()
 
 
