@@ -78,7 +78,7 @@ class WeightedBatches:
     key: str
     target_key: str | None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return map(self._item, iter(self.loader))
 
     def __len__(self) -> int:
@@ -181,7 +181,7 @@ class Unpacked:
     loader: Loader
     unpack: Callable[[Any], tuple[Any, Any]]
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[tuple[Inputs, object]]:
         return map(self.unpack, iter(self.loader))
 
     def __len__(self) -> int:
@@ -316,7 +316,7 @@ class ShuffledPair:
     whole: Batch
     per_sample: tuple[bool, ...]
 
-    def __iter__(self) -> Iterator[tuple[Inputs, Any]]:
+    def __iter__(self) -> Iterator[tuple[Inputs, object]]:
         whole = self.whole
         for rows in torch.randperm(whole.n_samples).split(BATCH_SIZE):
             targets = whole.targets[rows.to(whole.targets.device)]
@@ -450,7 +450,7 @@ class Readings:
 PEEKED_BATCHES = 3  # batches that are looked at for one with several samples
 
 
-def read_items(source: Loader, drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
+def read_items(source: Loader, drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[object]:
     """Yield what the source yields. Ctrl-C is raised at once while it is read, which may take any time."""
     ended = object()
     with drawing(), allow_interrupts():
@@ -652,7 +652,7 @@ class Data:
                 "Use no random augmentation, and drop_last=False."
             )
 
-    def _read(self, source: Loader) -> Iterator[Any]:
+    def _read(self, source: Loader) -> Iterator[object]:
         """Yield what the source yields, and draw its random numbers from the stream if there is one."""
         if self.in_memory:  # a list draws no random numbers
             return read_items(source, nullcontext)

@@ -14,13 +14,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapwing.data.inputs import n_rows, named_leaves
+from lapwing.data.inputs import Inputs, n_rows, named_leaves
 from lapwing.data.processes import Processes
 from lapwing.errors import DataError
 from lapwing.runtime.states import Array, Maybe, PartOf, Stored, Whole, distinct, saved, stored
@@ -162,7 +161,7 @@ class Sketching:
     waiting: int = 0  # numbers that wait
     comparable: bool = True  # whether rows of all batches could be hashed
 
-    def add(self, inputs: Any, targets: Tensor | None, count: int) -> None:
+    def add(self, inputs: Inputs, targets: Tensor | None, count: int) -> None:
         """Add the rows of a batch."""
         sums = _sums(inputs, count) if self.comparable else None
         if sums is None or (targets is not None and n_rows(targets) != count):
@@ -253,13 +252,13 @@ class Remark:
         return DataError(self.text)
 
 
-def row_marks(inputs: Any, count: int) -> Tensor | None:
+def row_marks(inputs: Inputs, count: int) -> Tensor | None:
     """Return a hash of the inputs of each sample, (n,); None where samples are not rows."""
     sums = _sums(inputs, count)
     return None if sums is None else _mix_bits(sums.clone())
 
 
-def _sums(inputs: Any, count: int) -> Tensor | None:
+def _sums(inputs: Inputs, count: int) -> Tensor | None:
     """Return a sum (n,) over the inputs of each sample, to be mixed; None where samples are not rows.
 
     It does not depend on the dtype: numbers are rounded to float32, and 1 is 1.0. Zeros at the end of a row change

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, wraps
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Likelihood(HasSettings, Stored):
     gets beliefs with the outputs of a datum last; one about images (B, C, H, W) is brought into this form before.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if "predict" in vars(cls):  # here, so that no class can forget it
             cls.predict = _takes_images(cls.predict)  # type: ignore[method-assign]
@@ -314,7 +314,7 @@ class LogitLikelihood(Likelihood):
         return state_of(self) if self.loss_weights is None else state_of(self, corrected=True)
 
     @classmethod
-    def from_state(cls: type[S], state: State, owner: Any = None) -> S:
+    def from_state(cls: type[S], state: State, owner: object = None) -> S:
         values = values_from(cls, state, corrected=Later(Flag()))
         weights = next((values[name] for name in LOSS_WEIGHTS if values.get(name) is not None), None)
         if not values.pop("corrected", False) and weights is not None:  # a file of 0.2.0, which did not correct

@@ -35,7 +35,7 @@ class Known:
 
     lengths: dict[str, int] = field(default_factory=dict)  # P weights, C outputs; others as they are met in one state
     dtype: torch.dtype | None = None
-    owner: Any = None  # what the ``from_state`` of the value got, for its parts
+    owner: object = None  # what the ``from_state`` of the value got, for its parts
 
     def fits(self, seen: int, length: Length) -> bool:
         """Return whether a length is as declared; a letter without a number takes the number that is seen."""
@@ -157,7 +157,7 @@ class Record(Field):
     A field that is ``Later`` may be absent: then ``build`` gives it its default.
     """
 
-    def __init__(self, build: Callable[..., Any], /, **fields: Field) -> None:
+    def __init__(self, build: Callable[..., object], /, **fields: Field) -> None:
         self.build, self.fields = build, fields
 
     def read(self, value: object, known: Known) -> Any:
@@ -404,7 +404,7 @@ class Stored:
         return state_of(self)
 
     @classmethod
-    def from_state(cls, state: State, owner: Any = None) -> Any:
+    def from_state(cls, state: State, owner: object = None) -> Any:
         """Build the value from its state."""
         refuse_undeclared(cls, has_owner=owner is not None)
         names = find_undeclared(cls, with_default=False)
@@ -466,7 +466,7 @@ def plain(value: Any) -> object:
     return None if numbers == math.inf else numbers
 
 
-_CLASSES: dict[str, Any] = {}
+_CLASSES: dict[str, type] = {}
 RENAMED = {"Diagonal": "DiagonalPrior"}  # names of classes in files of 0.2.0, and what they are called now
 
 

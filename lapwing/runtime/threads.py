@@ -55,7 +55,7 @@ FORWARD_MODE = threading.RLock()  # PyTorch has one level of forward mode for al
 class Switch:
     """A context in which ``change`` is in force; threads may be in it together."""
 
-    def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
         self._change, self._inside, self._undo = change, 0, ExitStack()
 
     def __enter__(self) -> None:
@@ -190,7 +190,7 @@ HANG_SECONDS = 5.0  # seconds after which a second Ctrl-C is raised at once: the
 class _Waiting:
     """A handler of SIGINT that notes the signal for later."""
 
-    def __init__(self, previous: Callable[[int, FrameType | None], Any]) -> None:
+    def __init__(self, previous: Callable[[int, FrameType | None], object]) -> None:
         self.previous, self.at_once = previous, False
         self.since: float | None = None  # the time of the first signal that was not delivered
 
