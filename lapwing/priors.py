@@ -542,7 +542,7 @@ class Grouped(Prior):
             )
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
-        members = tuple(_matching(name, self.precisions) for name in selection.names)
+        members = tuple(_match_pattern(name, self.precisions) for name in selection.names)
         return bind(self, selection, self.precisions, like, members)
 
     def rebound(
@@ -561,7 +561,7 @@ class Grouped(Prior):
         return bind(given, selection, values, values, members)  # by the stored groups: patterns may have matched more
 
 
-def _matching(name: str, patterns: Mapping[str, float]) -> str:
+def _match_pattern(name: str, patterns: Mapping[str, float]) -> str:
     """Return the one pattern that matches the whole name of a parameter; refuse none or several."""
     try:
         matches = [pattern for pattern in patterns if re.fullmatch(pattern, name)]

@@ -141,7 +141,7 @@ class NetworkDesign:
             ):  # before the factors of one chunk exceed the memory
                 kept = None
             if kept is not None:
-                kept.append(jacobians.materialised())
+                kept.append(jacobians.materialise())
                 nbytes += kept[-1].nbytes
                 if nbytes > cache:
                     kept = None

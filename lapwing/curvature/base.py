@@ -112,7 +112,7 @@ class Curvature:
         """Return the diagonal of H, (P,), no entry below a thousandth of the median of its layer."""
         raise NotImplementedError
 
-    def coupled(self) -> Tensor:
+    def coupling_mask(self) -> Tensor:
         """Return one for every weight that is coupled with others and zero for the rest, (P,), or one for all.
 
         No digits cancel in the variance of a weight that is coupled with no other.
@@ -374,7 +374,7 @@ class Estimate:
         return torch.tensor([self.draws, self.error], dtype=torch.float64)
 
     @classmethod
-    def stored(cls, numbers: Tensor | None) -> Estimate | None:
+    def from_numbers(cls, numbers: Tensor | None) -> Estimate | None:
         """Return it from a file, or None if the file has none."""
         return None if numbers is None else cls(int(numbers[0]), float(numbers[1]))
 

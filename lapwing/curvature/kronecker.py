@@ -224,7 +224,7 @@ class BlockwiseCurvature(Curvature):
         pairs = zip(self.blocks, self.layout, strict=True)
         return tuple(remark for curvature, block in pairs for remark in curvature.remarks(block))
 
-    def coupled(self) -> Tensor:
+    def coupling_mask(self) -> Tensor:
         """Return one for every weight in a block with more than its diagonal, and zero for the rest, (P,)."""
         like = self.blocks[0].diagonal()
         parts = [

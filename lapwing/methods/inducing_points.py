@@ -338,12 +338,12 @@ class Anchors:
         for rows in network.footprint.chunks(len(self), 1, network.dtype, network.device, most):
             tangent = network.linearise(network.take(self.inputs, rows))
             check_finite(tangent.network_output, "outputs of the network")
-            yield tangent.jacobians(self._seeds(self.outputs[rows])).materialised().double().materialised()
+            yield tangent.jacobians(self._seeds(self.outputs[rows])).materialise().double().materialise()
 
     def differentiable(self, inputs: Tensor) -> LayerJacobians:
         """Return J_Z at other inputs, differentiable in these."""
         tangent = self.network.linearise(inputs, differentiable=True)
-        return tangent.jacobians(self._seeds(self.outputs)).materialised().double().materialised()
+        return tangent.jacobians(self._seeds(self.outputs)).materialise().double().materialise()
 
     def _seeds(self, outputs: Tensor) -> Tensor:
         """Return one-hot output gradients (1, M, [T,] C) that select these outputs."""

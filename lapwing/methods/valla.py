@@ -275,7 +275,7 @@ class _Rows:
         for jacobian in sweep:
             count += jacobian.batch * jacobian.outputs
             if kept is not None:
-                kept.append(jacobian.materialised().double().materialised())
+                kept.append(jacobian.materialise().double().materialise())
                 left -= kept[-1].nbytes
                 kept = kept if left >= 0 else None
         return cls(sweep, kept, count)

@@ -391,7 +391,7 @@ def footprint(
                 few = are_few(count, block.size, outputs, read_graph // (block.groups * block.d_out))
                 formed = count if few else 0
             largest = max(largest, formed if formed > read_graph else 0)
-    computed = sum(map(output_numbers, _computing(graph)))
+    computed = sum(map(output_numbers, _result_nodes(graph)))
     at_once = None if recurrent else numbers_at_once(graph, {use.node for use in graph.uses}, raw.dtype)
     live = width if at_once is None else min(width, at_once // batch)
     return Footprint(max(width, outputs), patches, opaque + largest, computed // batch, max(live, outputs))
@@ -399,10 +399,10 @@ def footprint(
 
 def widest_result(graph: Graph, batch: int) -> int:
     """Return how many numbers the largest result of an operation has, for each sample."""
-    return max(map(output_numbers, _computing(graph)), default=0) // batch
+    return max(map(output_numbers, _result_nodes(graph)), default=0) // batch
 
 
-def _computing(graph: Graph) -> Iterator[Node]:
+def _result_nodes(graph: Graph) -> Iterator[Node]:
     """Yield the nodes whose output is a result of its own: no parameter, and no view of another result."""
     return (
         node for node, facts in graph.operations.items() if not facts.carries_parameter and node not in graph.leaves

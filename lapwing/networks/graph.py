@@ -287,7 +287,7 @@ def find_patterns(raw: Tensor, graph: Graph, recurrent: bool) -> tuple[Patterns,
         return patterns, True
     certain = True
     for node, owner in _owners(raw, graph, probed, recurrent).items():
-        fits = [] if owner is None else _fitting(owner, batch)
+        fits = [] if owner is None else _find_regular(owner, batch)
         patterns[node] = fits[0] if fits else None if owner is None else Ragged.of(owner, batch)
         certain = certain and len(fits) == 1
     return patterns, certain
@@ -344,7 +344,7 @@ def _with_bits(owner: Tensor | None, grads: Tensor, sizes: Tensor, first: int) -
     return owner
 
 
-def _fitting(owner: Tensor, batch: int) -> list[Regular]:
+def _find_regular(owner: Tensor, batch: int) -> list[Regular]:
     """Return every regular pattern that fits: row r belongs to sample (r // inner) % batch."""
     if len(owner) % batch:
         return []

@@ -351,7 +351,7 @@ class BlockJacobian:
         """Return Jᵀ u for u (n, B, K), summed over samples: (n, *form)."""
         raise NotImplementedError
 
-    def materialised(self, count: int | None = None) -> BlockJacobian:
+    def materialise(self, count: int | None = None) -> BlockJacobian:
         """Return the form in which one product with ``count`` vectors is cheapest; without it, repeated products."""
         return self
 

@@ -394,7 +394,7 @@ class LinearJacobian(BlockJacobian):
         order = (4, 3) if self._channels_first else (3, 4)
         return self.g.permute(2, 1, 0, *order).reshape(self.batch, self.g.shape[1], -1)
 
-    def materialised(self, count: int | None = None) -> LinearJacobian | DenseJacobian:
+    def materialise(self, count: int | None = None) -> LinearJacobian | DenseJacobian:
         """Return the form in which one product with ``count`` vectors, there and back, is cheapest.
 
         The whole Jacobian takes K T multiplications for each weight to form, and then K for each weight and vector in

@@ -14,7 +14,7 @@ from typing import Any
 
 from lapwing.networks import pull, rules
 from lapwing.networks.pull import Expanded, Gradient, JointPull, New, Slope, View
-from lapwing.networks.rules import LEAF, Node, NormStatistics, Shape, UseRule, output_shape, signed
+from lapwing.networks.rules import LEAF, Node, NormStatistics, Shape, UseRule, as_signed, output_shape
 
 __all__ = [
     "Expanded", "New", "Operation", "Slope", "View", "along", "entries", "operation", "register",
@@ -166,7 +166,7 @@ def along(*fields: str) -> Rows:
 
 def along_permutation(node: Node, shape: Shape) -> Keeps | None:
     """Keep the operand if the first dimension stays the first."""
-    return (lambda operand, child, number: True) if signed(node._saved_dims[0]) in (0, -len(shape)) else None
+    return (lambda operand, child, number: True) if as_signed(node._saved_dims[0]) in (0, -len(shape)) else None
 
 
 def along_layer_norm(node: Node, shape: Shape) -> Keeps | None:
@@ -185,7 +185,7 @@ def _dimensions(node: Node, fields: tuple[str, ...], ndim: int) -> set[int]:
     for field in fields:
         value = getattr(node, "_saved_" + field)
         for unsigned in value if isinstance(value, tuple | list) else (value,):
-            dim = signed(unsigned)
+            dim = as_signed(unsigned)
             # A dimension that the node removes counts from the larger shape, so a negative one is read against both.
             dimensions |= {dim} if dim >= 0 else {dim + ndim, dim + ndim + 1}
     return dimensions

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lapwing.networks.rules import LEAF, Node, Shape, batch_norm_scale, output_numbers, output_shape, signed
+from lapwing.networks.rules import LEAF, Node, Shape, as_signed, batch_norm_scale, output_numbers, output_shape
 from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.threads import quiet
 
@@ -202,7 +202,7 @@ def _at_run(
 def softmax(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient of a softmax."""
     result = node._saved_result
-    dim = signed(node._saved_dim) % result.ndim + 1
+    dim = as_signed(node._saved_dim) % result.ndim + 1
     weighted = grad * result
     return weighted.sub_(result * weighted.sum(dim, keepdim=True))
 
@@ -289,19 +289,19 @@ def view(node: Node, grad: Tensor, operand: int) -> Tensor:
 
 def unsqueeze(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient without the added dimension."""
-    return grad.squeeze(signed(node._saved_dim) % (grad.ndim - 1) + 1)
+    return grad.squeeze(as_signed(node._saved_dim) % (grad.ndim - 1) + 1)
 
 
 def transpose(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient with the two dimensions swapped back."""
     ndim = grad.ndim - 1
-    return grad.transpose(signed(node._saved_dim0) % ndim + 1, signed(node._saved_dim1) % ndim + 1)
+    return grad.transpose(as_signed(node._saved_dim0) % ndim + 1, as_signed(node._saved_dim1) % ndim + 1)
 
 
 def permute(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient with its dimensions in their old order."""
     ndim = grad.ndim - 1
-    dims = [signed(d) % ndim for d in node._saved_dims]
+    dims = [as_signed(d) % ndim for d in node._saved_dims]
     inverse = [dims.index(i) + 1 for i in range(ndim)]
     return grad.permute(0, *inverse)
 
@@ -310,15 +310,15 @@ def select(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient at the one entry along a dimension that was picked, and zeros elsewhere."""
     sizes = tuple(node._saved_self_sym_sizes)
     whole = grad.new_zeros(len(grad), *sizes)
-    whole.select(signed(node._saved_dim) % len(sizes) + 1, signed(node._saved_index)).copy_(grad)
+    whole.select(as_signed(node._saved_dim) % len(sizes) + 1, as_signed(node._saved_index)).copy_(grad)
     return whole
 
 
 def part(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient at the entries along a dimension that were picked, and zeros elsewhere."""
     sizes = tuple(node._saved_self_sym_sizes)
-    dim = signed(node._saved_dim) % len(sizes)
-    places = range(sizes[dim])[slice(signed(node._saved_start), signed(node._saved_end), node._saved_step)]
+    dim = as_signed(node._saved_dim) % len(sizes)
+    places = range(sizes[dim])[slice(as_signed(node._saved_start), as_signed(node._saved_end), node._saved_step)]
     if len(places) == sizes[dim]:
         return grad
     whole = grad.new_zeros(len(grad), *sizes)
@@ -329,13 +329,13 @@ def part(node: Node, grad: Tensor, operand: int) -> Tensor:
 def split(node: Node, grads: Sequence[Tensor | None], operands: Sequence[int]) -> list[Tensor]:
     """Return the gradients of all parts, joined again; zeros for a part that nothing was made of."""
     ndim = len(output_shape(node))
-    return [torch.cat(_fill_missing(node, grads), signed(node._saved_dim) % ndim + 1)]
+    return [torch.cat(_fill_missing(node, grads), as_signed(node._saved_dim) % ndim + 1)]
 
 
 def unbind(node: Node, grads: Sequence[Tensor | None], operands: Sequence[int]) -> list[Tensor]:
     """Return the gradients of all entries along a dimension, stacked again."""
     ndim = len(output_shape(node)) + 1
-    return [torch.stack(_fill_missing(node, grads), signed(node._saved_dim) % ndim + 1)]
+    return [torch.stack(_fill_missing(node, grads), as_signed(node._saved_dim) % ndim + 1)]
 
 
 def _fill_missing(node: Node, grads: Sequence[Tensor | None]) -> list[Tensor]:
@@ -352,7 +352,7 @@ def _only(grads: Sequence[Tensor | None], node: Node) -> Tensor:
 
 def cat(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the part of the gradient that belongs to one of the joined tensors."""
-    dim = signed(node._saved_dim) % (grad.ndim - 1)
+    dim = as_signed(node._saved_dim) % (grad.ndim - 1)
     sizes = [_size(child, number, dim) for child, number in node.next_functions]
     unknown = [i for i, size in enumerate(sizes) if size < 0]  # constants, about which the graph says nothing
     if len(unknown) > 1:
@@ -364,7 +364,7 @@ def cat(node: Node, grad: Tensor, operand: int) -> Tensor:
 
 def stack(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the part of the gradient that belongs to one of the stacked tensors."""
-    return grad.select(signed(node._saved_dim) % (grad.ndim - 1) + 1, operand)
+    return grad.select(as_signed(node._saved_dim) % (grad.ndim - 1) + 1, operand)
 
 
 def _size(node: Node | None, number: int, dim: int) -> int:
@@ -382,7 +382,7 @@ def total(node: Node, grad: Tensor, operand: int) -> Tensor:
     """Return the gradient of a sum, expanded over the dimensions that were summed."""
     shape = tuple(node._saved_self_sym_sizes)
     if not node._saved_keepdim:
-        dims = sorted(signed(d) % len(shape) for d in node._saved_dim)
+        dims = sorted(as_signed(d) % len(shape) for d in node._saved_dim)
         for dim in dims:
             grad = grad.unsqueeze(dim + 1)
     return grad.expand(grad.shape[0], *shape)

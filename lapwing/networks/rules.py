@@ -43,15 +43,15 @@ def output_numbers(node: Node, number: int = 0) -> int:
     return math.prod(n for n in output_shape(node, number) if type(n) is int)
 
 
-def saved(tensor: Tensor) -> Tensor:
+def read_saved(tensor: Tensor) -> Tensor:
     """Return a tensor that a node saved: part of the graph where gradients are recorded, otherwise detached."""
     return tensor if torch.is_grad_enabled() else tensor.detach()
 
 
-def signed(value: int) -> int:
+def as_signed(value: int) -> int:
     """Return a dimension as a signed number: autograd saves negative ones as unsigned 64-bit numbers.
 
-    >>> signed(2**64 - 1), signed(3)
+    >>> as_signed(2**64 - 1), as_signed(3)
     (-1, 3)
     """
     return value - 2**64 if value >= 2**63 else value
@@ -150,7 +150,7 @@ def matmul(node: Node, name: str, kind: str, rows: Factor, bias: str | None = No
     """
 
     def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
-        a, g = saved(rows(node)), pattern.split(g, 1)
+        a, g = read_saved(rows(node)), pattern.split(g, 1)
         if part is not None:
             g = torch.nn.functional.pad(g, (part[0], part[2] - part[1]))
         if with_bias:
@@ -176,7 +176,7 @@ def convolution(node: Node, name: str, weight: Shape, bias: str | None) -> Use:
     shape, groups = output_shape(node), node._saved_groups
 
     def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
-        x = saved(node._saved_input)
+        x = read_saved(node._saved_input)
         patches = windows(x, weight[2:], node._saved_stride, node._saved_padding, node._saved_dilation)
         images, spatial = x.shape[0], g.shape[3:]
         count, dims = math.prod(spatial), len(spatial)
@@ -205,7 +205,7 @@ def transposed_convolution(node: Node, name: str, weight: Shape) -> Use:
     groups = node._saved_groups
 
     def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
-        x = saved(node._saved_input)
+        x = read_saved(node._saved_input)
         images, spatial = x.shape[0], x.shape[2:]
         count, dims = math.prod(spatial), len(spatial)
         seeds = g.shape[0]
@@ -253,7 +253,7 @@ def elementwise(
 
     def jacobian(g: Tensor, pattern: Pattern, with_bias: bool) -> BlockJacobian:
         if factor is not None:
-            g = g * saved(factor(node))
+            g = g * read_saved(factor(node))
         if channel:
             g = g.flatten(3).sum(-1) if g.ndim > 3 else g
             extents = shape[:1]

@@ -209,16 +209,16 @@ class LayerJacobians:
         parts: list[Callable[[], BlockJacobian]] = []
         left = temporary_bytes(v.device)
         for part in self.parts:
-            block = part().materialised(len(v))
+            block = part().materialise(len(v))
             left -= block.nbytes
             parts.append(partial(_constant, block) if left >= 0 else part)
             del block
         ready, each = replace(self, parts=tuple(parts), stream=None), 4 * v.element_size() * self.batch * self.outputs
         return concat_chunks((ready.vjp(ready.jvp(v[some])) for some in chunks(len(v), each, v.device)), len(v))
 
-    def materialised(self) -> LayerJacobians:
+    def materialise(self) -> LayerJacobians:
         """Return it with every block formed now, in the form in which repeated products are cheapest."""
-        formed = (part().materialised() for part in self.parts)
+        formed = (part().materialise() for part in self.parts)
         return replace(self, parts=tuple(partial(_constant, part) for part in formed), stream=None)
 
     def _change(self, change: Callable[[BlockJacobian], BlockJacobian]) -> tuple[Callable[[], BlockJacobian], ...]:
@@ -226,7 +226,7 @@ class LayerJacobians:
         return tuple(lambda part=part: change(part()) for part in self.parts)
 
     def materialised_bytes(self) -> int:
-        """Return the bytes that ``materialised`` would take; the blocks are formed one after another."""
+        """Return the bytes that ``materialise`` would take; the blocks are formed one after another."""
         return sum(part.materialised_size() for _, part in self) * torch.finfo(self.dtype).bits // 8
 
     @property
@@ -552,7 +552,7 @@ def compare(tangent: Tangent, first: bool) -> None:
     if first:
         _refuse_kept_values(tangent, u[0] * c, expected)
     with torch.no_grad():
-        off = _differing(_by_rules(tangent, u, c), expected, tangent)
+        off = _find_difference(_by_rules(tangent, u, c), expected, tangent)
     if off is not None:
         name, gap, allowed = off
         raise ModelError(
@@ -573,16 +573,18 @@ def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, T
     network = tangent.network
     names, plain_kernels = network.selection.names, network.plain_kernels
 
-    def differing(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> str:
+    def find_difference(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> str:
         """Return a parameter whose gradient is another one in a run of this model, or ""."""
         with recording(network.parameters, names if values is None else (), plain_kernels):
             raw = raw_output(model, tangent.inputs, values)
         tensors = dict(model.named_parameters())
         leaves = {name: tensors[name] for name in names} if values is None else values
-        off = _differing(_gradients(raw, leaves, seed, plain_kernels), expected, tangent)
+        off = _find_difference(_gradients(raw, leaves, seed, plain_kernels), expected, tangent)
         return off[0] if off is not None and _same(model, raw, tangent.raw) else ""
 
-    name = differing(network.replica, {name: network.parameters[name].detach().requires_grad_() for name in names})
+    name = find_difference(
+        network.replica, {name: network.parameters[name].detach().requires_grad_() for name in names}
+    )
     if name:
         raise ModelError(kept_value_message(name, " (in a closure, or in an object that is not a module)"))
     if not network.private:
@@ -601,7 +603,7 @@ def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, T
             raise ModelError(kept_value_message(next(iter(silent)), ", without a gradient"))
     for where, empty_copy in _copies_without_kept(network.replica):
         with contextlib.suppress(Exception):  # a model that needs the tensor may raise anything
-            name = differing(empty_copy())
+            name = find_difference(empty_copy())
             name = name or (next(iter(silent)) if silent and follows(empty_copy()) else "")
         if name:
             raise ModelError(kept_value_message(name, f" ({where})"))
@@ -694,7 +696,7 @@ def _by_autograd(tangent: Tangent, u: Tensor, c: Tensor) -> dict[str, Tensor]:
     return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in pairs if grad is not None}
 
 
-def _differing(
+def _find_difference(
     found: Iterable[tuple[str, Tensor | None]], expected: Mapping[str, Tensor], tangent: Tangent
 ) -> tuple[str, float, float] | None:
     """Return a parameter whose gradients differ beyond rounding, the relative gap and the one allowed; None if none."""
@@ -704,7 +706,7 @@ def _differing(
         ours, autograd = (zero if each is None else each.reshape(-1).double() for each in pair)
         size = max(ours.numel(), autograd.numel()) ** 0.5
         figures[name] = torch.stack([(ours - autograd).norm(), ours.norm(), autograd.norm()]) / size
-    eps = _rounding(tangent)
+    eps = _rounding_unit(tangent)
     numbers = torch.stack(list(figures.values())).tolist() if figures else []
     rows = {name: row for name, row in zip(figures, numbers, strict=True) if isfinite(row[2])}
     top = max((row[2] for row in rows.values()), default=0.0)
@@ -716,7 +718,7 @@ def _differing(
     return None
 
 
-def _rounding(tangent: Tangent) -> float:
+def _rounding_unit(tangent: Tangent) -> float:
     """Return the rounding unit of the coarsest arithmetic by which the outputs were computed."""
     dtypes = {tangent.network.arithmetic, tangent.raw.dtype}
     for node in tangent.graph.operations:

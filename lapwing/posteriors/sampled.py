@@ -431,7 +431,7 @@ class SampledPosterior(Linearised):
         solution = Solution(*(fields[name] for name in ("samples", "residuals", "iterations", "tolerance")))
         logdet = Logdet(fields["logdet"], fields["logdet_error"])
         stored = StoredSamples(problem.prior.vector, problem.likelihood.dispersion, solution, logdet)
-        mode = Mode.stored(fields["mode"], fields["mode_loss"])
+        mode = Mode.from_numbers(fields["mode"], fields["mode_loss"])
         return cls(problem, stored, fields["statistics"], fields["theta"], fields["trace"], mode=mode)
 
 

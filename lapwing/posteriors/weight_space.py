@@ -268,7 +268,7 @@ class Mode:
     loss: float  # there, at unit dispersion
 
     @classmethod
-    def stored(cls, theta: Tensor | None, loss: float | None) -> Mode | None:
+    def from_numbers(cls, theta: Tensor | None, loss: float | None) -> Mode | None:
         """Return the mode from a file, or None if it has none."""
         if theta is None or loss is None:
             if theta is not None or loss is not None:
@@ -425,7 +425,7 @@ class WeightPosterior(Linearised):
         """
         with torch.no_grad():
             ratios = self.current.diagonal().double() / self.problem.prior.vector.double()
-            ratios = ratios * self.current.coupled().to(ratios)
+            ratios = ratios * self.current.coupling_mask().to(ratios)
             return 1 + float(ratios.sum() / self._phi.double())
 
     @property
@@ -564,8 +564,8 @@ class WeightPosterior(Linearised):
             theta=Array(("P",), dtype=problem.network.dtype), mode=Maybe(Array(("P",))), mode_loss=Maybe(Real()),
             estimate=Maybe(Array((2,), 0)), method=Maybe(PartOf(SummedBy)),
         )  # fmt: skip
-        estimate = Estimate.stored(fields.pop("estimate"))
-        mode = Mode.stored(fields.pop("mode"), fields.pop("mode_loss"))
+        estimate = Estimate.from_numbers(fields.pop("estimate"))
+        mode = Mode.from_numbers(fields.pop("mode"), fields.pop("mode_loss"))
         each = fields["curvature"].start is not None
         if len(fields["statistics"].losses) != each * problem.network.output_shape[-1]:
             raise FileError("a curvature without the loss of each output, or a loss too many; expected both")

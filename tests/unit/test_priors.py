@@ -685,9 +685,9 @@ def test_dense_matrices(name: str) -> None:
         given = prior(kind, network)
         assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one, other, given.vector))
         assert_close(prior_kernel(jac, given), inducing.kernel(one, one, given.vector))
-        assert_close(prior_kernel(jac.materialised(), given, other_jac), inducing.kernel(one, other, given.vector))
+        assert_close(prior_kernel(jac.materialise(), given, other_jac), inducing.kernel(one, other, given.vector))
         assert_close(
-            prior_kernel(jac.materialised(), given, other_jac.materialised()), inducing.kernel(one, other, given.vector)
+            prior_kernel(jac.materialise(), given, other_jac.materialise()), inducing.kernel(one, other, given.vector)
         )
 
 

@@ -705,7 +705,7 @@ def test_a_small_budget_of_bytes_changes_nothing(case: Case, monkeypatch: pytest
 def test_layer_jacobians_back(case: Case, held: bool) -> None:
     inputs = case.batch(4)
     jacobians = Network.build(case.build(), inputs).linearise(inputs).jacobians()
-    chosen = jacobians.materialised() if held else jacobians
+    chosen = jacobians.materialise() if held else jacobians
     exact = dense.jacobian(case.build(), inputs, 4)  # (B, M, P)
     u, v = rows(2, 4 * exact.shape[1]).reshape(2, 4, -1), rows(3, exact.shape[-1])
     assert_close(chosen.vjp(u), torch.einsum("nbk,bkp->np", u, exact))
@@ -719,7 +719,7 @@ def test_layer_jacobians_in_hand_have_the_same_sums(case: Case) -> None:
     """Σ J², Σ J w Jᵀ and its form across samples, whatever form a block is held in."""
     inputs = case.batch(4)
     jacobians = Network.build(case.build(), inputs).linearise(inputs).jacobians()
-    for (block, plain), (_, held) in zip(jacobians, jacobians.materialised(), strict=True):
+    for (block, plain), (_, held) in zip(jacobians, jacobians.materialise(), strict=True):
         weights = rows(1, block.size)[0].square().reshape(block.form) + 0.1
         assert_close(held.squares().reshape(block.form), plain.squares().reshape(block.form))
         assert_close(held.between(held, weights), plain.between(plain, weights))
@@ -734,7 +734,7 @@ def test_layer_jacobians_in_hand_are_not_formed_again() -> None:
     case = BY_NAME["cnn"]
     inputs = case.batch(4)
     jacobians = Network.build(case.build(), inputs).linearise(inputs).jacobians()
-    held = jacobians.materialised()
+    held = jacobians.materialise()
     for (_, one), (_, other) in zip(held, held, strict=True):
         assert one is other
     assert any(one is not other for (_, one), (_, other) in zip(jacobians, jacobians, strict=True))
@@ -750,17 +750,17 @@ def test_bytes_of_what_is_held() -> None:
     }
     for name, each in numbers.items():
         inputs = BY_NAME[name].batch(4)
-        held = Network.build(BY_NAME[name].build(), inputs).linearise(inputs).jacobians().materialised()
+        held = Network.build(BY_NAME[name].build(), inputs).linearise(inputs).jacobians().materialise()
         assert held.nbytes == 8 * 4 * each
         narrow = Network.build(BY_NAME[name].build(torch.float32), inputs.float()).linearise(inputs.float())
-        assert narrow.jacobians().materialised().nbytes == 4 * 4 * each
+        assert narrow.jacobians().materialise().nbytes == 4 * 4 * each
 
 
 def test_bytes_of_an_embedding() -> None:
     """Gradients of the distinct tokens of each sample, and whole numbers that say whose they are."""
     case = BY_NAME["dict_input"]
     inputs = case.batch(4)
-    held = Network.build(case.build(), inputs).linearise(inputs).jacobians().materialised()
+    held = Network.build(case.build(), inputs).linearise(inputs).jacobians().materialise()
     distinct = sum(len(row.unique()) for row in inputs["ids"])
     table = 8 * (3 * distinct * 4 + 2 * distinct + inputs["ids"].numel())
     head = 8 * 4 * (5 + 3 * 3)
@@ -774,7 +774,7 @@ def test_whole_where_positions_outnumber_outputs(positions: int, outputs: int, g
     a = torch.randn(groups, 5, positions, 4, dtype=D, generator=gen)
     g = torch.randn(groups, outputs, 5, positions, 6, dtype=D, generator=gen)
     factors = LinearJacobian(a, g)
-    compact = factors.materialised()
+    compact = factors.materialise()
     assert isinstance(compact, DenseJacobian if positions > outputs else LinearJacobian)
     exact = torch.einsum("gbti,gkbto->bkgoi", a, g)
     v = torch.randn(2, groups, 6, 4, dtype=D, generator=gen)

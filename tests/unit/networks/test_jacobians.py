@@ -275,7 +275,7 @@ def test_convolutions_are_whole_for_many_vectors_alone() -> None:
     case = BY_NAME["cnn"]
     network = Network.build(case.build(), case.batch(4))
     jacobians = network.linearise(case.batch(4)).jacobians()
-    forms = {n: [type(part.materialised(n)).__name__ for _, part in jacobians] for n in (1, 40)}
+    forms = {n: [type(part.materialise(n)).__name__ for _, part in jacobians] for n in (1, 40)}
     assert "DenseJacobian" not in forms[1][:1]
     assert forms[40][0] == "DenseJacobian"
 
@@ -528,7 +528,7 @@ def setting(name: str) -> tuple[nn.Module, Anchors, Any, Tensor]:
 def test_slopes_are_finite_differences(name: str) -> None:
     """Of the kernel of the points and of that with other inputs."""
     _, anchors, prior, other = setting(name)
-    fixed = anchors.network.linearise(other).jacobians().materialised()
+    fixed = anchors.network.linearise(other).jacobians().materialise()
 
     def kernels(z: Tensor) -> tuple[Tensor, Tensor]:
         points = anchors.differentiable(z)

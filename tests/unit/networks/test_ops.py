@@ -525,7 +525,7 @@ def test_columns_equal_brute_force(
     assert_close(jacobians.jvp(v), torch.einsum("bcp,np->nbc", expected, v))
     u = torch.randn(3, ENTRIES_BATCH, expected.shape[1], dtype=D)
     assert_close(jacobians.vjp(u), torch.einsum("bcp,nbc->np", expected, u))
-    assert_close(jacobians.materialised().gram(v), torch.einsum("bcp,bcq,nq->np", expected, expected, v))
+    assert_close(jacobians.materialise().gram(v), torch.einsum("bcp,bcq,nq->np", expected, expected, v))
     with lw.memory.limited(1):
         assert_close(jacobians.whole(), expected)
 
@@ -553,7 +553,7 @@ def test_sums_over_picked_columns(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert_close(one.between(two, weights), one.between(one, weights))
         if isinstance(two, PickedJacobian):
             assert_close(two.add(two).whole(), 2 * two.whole())
-            assert two.materialised_size() == two.materialised().nbytes // 8
+            assert two.materialised_size() == two.materialise().nbytes // 8
 
 
 @pytest.mark.parametrize("groups", [1, 3])
