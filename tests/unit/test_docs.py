@@ -9,13 +9,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
 from effective_parameters import GAMMA, effective_parameters_picture
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from tests.pages import DOCS, PAGES, examples, named, pages_with_examples, run_examples
@@ -76,6 +77,44 @@ def test_a_part_of_ones_own_is_short(source: str) -> None:
     lines = [line for line in source.splitlines() if line.strip()]
     assert len(lines) <= 25
     assert sum(line.startswith("from lapwing.") for line in lines) <= 2
+
+
+# docs/architecture.md names the files that a fit and a prediction pass through.
+
+ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
+LIBRARY = DOCS.parent / "lapwing"
+
+
+def passed(call: Callable[[], Any]) -> tuple[Any, dict[str, set[CodeType]]]:
+    """Return the result of a call, and which functions of each file of the library it enters."""
+    entered: dict[str, set[CodeType]] = {}
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if code.co_filename.startswith(str(LIBRARY)) and not code.co_name.startswith("<"):
+            entered.setdefault(Path(code.co_filename).relative_to(LIBRARY).as_posix(), set()).add(code)
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        return call(), entered
+    finally:
+        sys.settrace(before)
+
+
+def test_the_walks_are_those_that_the_code_takes() -> None:
+    """Every file of a walk runs, and every file that runs eight functions is named."""
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).eval()
+    x, y = torch.randn(20, 3), torch.randint(0, 2, (20,))
+    data = DataLoader(TensorDataset(x, y), 8)
+    posterior, fit = passed(lambda: lw.fit(net, data, "classification", progress=False))
+    _, predict = passed(lambda: posterior.predict(x).probs)
+    for title, entered in (("fit", fit), ("predict", predict)):
+        walk = re.split("\n## |\nLoaders ", ARCHITECTURE.partition(f"## How one `{title}` travels")[2])[0]
+        files = set(re.findall(r"`([a-z_/]+\.py)`", walk))
+        assert files <= set(entered)
+        unnamed = {name for name, functions in entered.items() if len(functions) >= 8} - files
+        assert unnamed <= {"runtime/settings.py", "runtime/threads.py"}  # at every call
 
 
 # The lines of the README do what they say.
