@@ -374,7 +374,7 @@ class CrossFit:
             seed: Of the shares of "adaptive".
 
         Raises:
-            UnsupportedError: If targets are not classes.
+            UnsupportedError: If targets are not classes or one binary label.
         """
         PROBABILITY.check("level", level)
         stranger, count = None, 0
@@ -632,15 +632,16 @@ def _targets(fold: Fold) -> Tensor:
 
 
 def _means(fold: Fold, x: Inputs) -> Tensor:
-    """Return the outputs of the network of a fold at new inputs, (B, C)."""
-    mean: Tensor = replace(fold.posterior, posterior=plain_of(fold.posterior)).predict(x).mean
+    """Return the means of the plain network of a fold at new inputs, (B, C)."""
+    predictive = replace(fold.posterior, posterior=plain_of(fold.posterior)).predict(x)
+    if predictive.scoring.task != "numbers":
+        raise UnsupportedError("intervals need targets that are numbers; sets(x) has the sets of one label.")
+    mean: Tensor = predictive.mean
     return mean.detach().double()
 
 
 def _residuals(fold: Fold) -> Tensor:
     """Return the absolute residuals of a fold, (n, C)."""
-    if fold.posterior.likelihood.noise_variance is None:
-        raise UnsupportedError("intervals need targets that are numbers; sets(x) has those of classes.")
     mean = _means(fold, _inputs(fold.data, fold.posterior))
     return (_targets(fold).to(mean).reshape(mean.shape) - mean).abs()
 
@@ -648,7 +649,7 @@ def _residuals(fold: Fold) -> Tensor:
 def _class_probs(fold: Fold, x: Inputs | None, seed: int) -> tuple[Tensor, Tensor]:
     """Return the class probabilities of a fold and the shares of the rows."""
     predictive = fold.posterior.predict(_inputs(fold.data, fold.posterior) if x is None else x)
-    if not predictive.scoring.conformal or predictive.scoring.task != "classes":
-        raise UnsupportedError("sets need targets that are classes; interval(x) has the intervals of numbers.")
+    if predictive.scoring.task == "numbers":
+        raise UnsupportedError("sets need targets that are labels; interval(x) has the intervals of numbers.")
     probs = predictive.class_probs
     return probs, row_shares(probs, seed)

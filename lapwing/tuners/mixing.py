@@ -386,9 +386,12 @@ def compare_held_out(
     compared["mixture"] = -float(mean_score(mixed, counts))
     gaps = {name: _mean_and_error(mixed - each, counts) for name, each in others.items()}
     gain, error = gaps["plain network"]
+    advice = "Try another method, or more folds."
+    if name == "validation":
+        advice = "Check that validation and training data come from the same source."
     worse = () if -gain <= max(2 * error, CLEAR_DIFFERENCE) else (
         f"the plain network predicts the {name} data better, by {-gain:.3g} nats; its error bars "
-        "from this method do not help. Check that validation and training data come from the same source.",
+        f"from this method do not help. {advice}",
     )  # fmt: skip
     return compared, _verdict(compared, gaps), worse
 

@@ -176,7 +176,7 @@ def test_intervals_are_those_of_the_definition() -> None:
     assert_close(high, torch.stack(highs).sort(0).values[math.ceil(0.8 * (N + 1) - 1e-9) - 1])
     with pytest.raises(DataError, match="expected at least 999 for the level"):
         result.interval(new, 0.999)
-    with pytest.raises(UnsupportedError, match="sets need targets that are classes"):
+    with pytest.raises(UnsupportedError, match="sets need targets that are labels"):
         result.sets(new)
 
 
@@ -193,6 +193,34 @@ def test_sets_and_intervals_hold_new_targets(score: str) -> None:
     assert int(((low <= y) & (y <= high)).sum()) >= least_hits(len(new), 0.8)
     with pytest.raises(UnsupportedError, match="intervals need targets that are numbers"):
         crossed("classification").interval(new)
+
+
+def test_counts_have_intervals_and_a_binary_label_has_sets() -> None:
+    """The guarantee is 1 - 2α; 0.6 here."""
+    x, new = inputs(), inputs(200, 33)
+    counts = lambda x, seed: torch.poisson((1 + x[:, :1]).exp(), torch.Generator().manual_seed(seed))
+    binary = lambda x, seed: (labels(x, seed) > 0).double()[:, None]
+    losses = {"counts": nn.functional.poisson_nll_loss, "binary": nn.functional.binary_cross_entropy_with_logits}
+    for task, targets in (("counts", counts), ("binary", binary)):
+        y = targets(x, 1)
+
+        def train_fn(rows: Tensor, seed: int, y: Tensor = y, task: str = task) -> nn.Module:
+            net = nn.Linear(3, 1).double()
+            optimiser = torch.optim.Adam(net.parameters(), 0.1)
+            for _ in range(40):
+                optimiser.zero_grad()
+                losses[task](net(x[rows]), y[rows]).backward()
+                optimiser.step()
+            return net.eval()
+
+        result = lw.crossfit(train_fn, (x, y), task, folds=3, method=lw.Diagonal())
+        truth = targets(new, 34)
+        if task == "counts":
+            low, high = result.interval(new, 0.8)
+            inside = (low <= truth) & (truth <= high)
+        else:
+            inside = result.sets(new, 0.8).members.gather(1, truth.long())
+        assert int(inside.sum()) >= least_hits(len(new), 0.6)
 
 
 def test_a_sibling_stands_for_validation_data() -> None:
