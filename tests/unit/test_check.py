@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -227,8 +227,9 @@ class Crowded(nn.Module):
         return torch.stack([self.body(x)[..., 0] * slope.exp() for slope in self.slopes], -1)
 
 
-@pytest.mark.parametrize(("model", "timed"), [(small(), True), (Crowded(), False)], ids=["small", "crowded"])
-def test_the_recommendation_and_at_most_fifteen_lines_are_printed(model: nn.Module, timed: bool) -> None:
+@pytest.mark.parametrize(("build", "timed"), [(small, True), (Crowded, False)], ids=["small", "crowded"])
+def test_the_recommendation_and_at_most_fifteen_lines_are_printed(build: Callable[[], nn.Module], timed: bool) -> None:
+    model = build()
     report = lw.check(model, inputs(), data=100, timed=["diagonal"] if timed else False)
     first, *lines = str(report).splitlines()
     assert first == f"Recommended: {report.recommended.why}"
