@@ -10,6 +10,8 @@ import re
 import sys
 from pathlib import Path
 
+from lapwing.demo.result import reduce_colours
+
 DOCS = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -20,6 +22,8 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
     exec(compile("\n".join(BLOCK.findall(text)), "docs/gallery.md", "exec"), {"__name__": "__main__"})
+    for path in Path().glob("*.png"):
+        reduce_colours(path)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,14 +126,18 @@ NORMAL_95 = 1.959964  # a normal variable is within this many standard deviation
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure as a PNG file of 256 colours, a quarter of the size with all colours."""
+    """Write the figure as a PNG file of few colours."""
+    figure.savefig(path, dpi=150)
+    reduce_colours(path)
+
+
+def reduce_colours(path: Path) -> None:
+    """Write a PNG file again with 256 colours, which take a quarter of the bytes of all colours."""
     from PIL import Image
 
-    with BytesIO() as drawn:
-        figure.savefig(drawn, dpi=150)
-        with Image.open(drawn) as picture:
-            few = picture.convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-            few.save(path, format="png", optimize=True)
+    with Image.open(path) as picture:
+        few = picture.convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    few.save(path, format="png", optimize=True)
 
 
 def share_vertical_range(axes: Sequence[Axes]) -> None:
