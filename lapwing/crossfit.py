@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from lapwing.data.inputs import Inputs, merge_batches
 from lapwing.data.processes import ALONE, Processes, in_all_processes
 from lapwing.decisions.evaluation import Evaluation, evaluation_of_parts, plain_of
 from lapwing.decisions.guarantees import PredictionSets, class_scores, conformal_rank, row_shares
-from lapwing.errors import DataError, UnsupportedError
+from lapwing.errors import DataError, LapwingError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.folds import (
     FEW,
@@ -181,11 +181,7 @@ def crossfit(
     if is_tried and train_fn is not None:
         findings += recipe_findings(recipe, trainings[0], networks[0], networks[1] if model is None else model)
     own = fit(networks.pop(), data) if own is None else own
-    parts = [
-        (split, fit(network, rows.take(split.training)), rows.take(split.held_out))
-        for split, network in zip((scored_part(rows, split) for split in splits), networks, strict=True)
-        if len(split.held_out)
-    ]
+    parts = list(_fitted_parts(rows, splits, networks, fit))
     if not parts:
         raise DataError("no held-out row has a class that its training rows have; expected folds with every class.")
     if train_fn is None:
@@ -193,6 +189,21 @@ def crossfit(
     pool = Pool.of(own.posterior, [(fold.posterior, fold.network.read_data(held, "fold")) for _, fold, held in parts],
                    None if prior is None else ())  # fmt: skip
     return _calibrate(own, parts, pool, findings if is_tried else findings + _ignored_rows(parts, rows, pool))
+
+
+def _fitted_parts(
+    rows: Rows, splits: Sequence[Split], networks: Sequence[nn.Module], fit: Callable[[nn.Module, Any], Fitted]
+) -> Iterator[tuple[Split, Fitted, Any]]:
+    """Yield each fold that has rows to score, with the posterior of its network and its held-out data."""
+    for k, (split, network) in enumerate(zip(splits, networks, strict=True)):
+        scored = scored_part(rows, split)
+        if len(scored.held_out):
+            try:
+                posterior = fit(network, rows.take(scored.training))
+            except LapwingError as error:
+                error.args = (f"fold {k}: {error}",)
+                raise
+            yield scored, posterior, rows.take(scored.held_out)
 
 
 def _copy_findings(copied: Fitted, own: Fitted) -> tuple[str, ...]:

@@ -370,6 +370,12 @@ def wrong_recipes() -> Iterator[tuple[str, Any, type[Exception], str]]:
         torch.set_num_threads(torch.get_num_threads() + 1)
         return trained(x[rows], y[rows], 3)
 
+    def diverges(rows: Tensor, seed: int) -> nn.Module:
+        net = trained(x[rows], y[rows], 3)
+        for parameter in net.parameters() if len(rows) < len(x) else ():
+            parameter.data[:] = torch.nan if len(parameter) == 3 else parameter.data + seed
+        return net
+
     yield "the same object", lambda rows, seed: good, ModelError, "the same network for fold 0 and fold 1"
     yield "the same weights", lambda rows, seed: copy.deepcopy(good), ModelError, "the same network for fold 0 and"
     yield (
@@ -384,6 +390,7 @@ def wrong_recipes() -> Iterator[tuple[str, Any, type[Exception], str]]:
         ModelError,
         "fold 0: train_fn returned a NoneType; expected the trained",
     )
+    yield "not finite", diverges, DataError, "fold 0: outputs of the network: 60 of 60 entries are NaN"
     yield "threads", changes_threads, UnsupportedError, "fold 0: train_fn changed number of threads of torch"
     yield "another dtype", changes_dtype, UnsupportedError, "fold 0: train_fn changed default dtype of torch"
     yield "not a function", good, UnsupportedError, "train_fn is .*; expected a function"
