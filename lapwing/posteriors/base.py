@@ -519,8 +519,9 @@ class EffectiveParameters:
         lines = [f"{'layer':{width}s} {'weights':>9s} {'gamma':>10s} {'share':>6s}"]
         for name, gamma in self.layers.items():
             size = self.sizes[name]
-            lines.append(f"{name:{width}s} {size:9d} {gamma:10.2f} {gamma / size:6.1%}")
-        lines.append(f"{'total':{width}s} {self.weights:9d} {self.total:10.2f} {self.total / self.weights:6.1%}")
+            lines.append(f"{name:{width}s} {size:9,d} {gamma:10.2f} {gamma / size:6.1%}")
+        lines.append(f"{'total':{width}s} {self.weights:9,d} {self.total:10.2f} {self.total / self.weights:6.1%}")
+        lines.append("gamma: how many of the weights the data determine; the prior decides the others")
         return "\n".join([*lines, *self.findings])
 
 

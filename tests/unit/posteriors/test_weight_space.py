@@ -340,8 +340,8 @@ def test_as_a_table() -> None:
     effective = regression(lw.Full(), 0.6).effective_parameters()
     lines = str(effective).splitlines()
     assert lines[0].split() == ["layer", "weights", "gamma", "share"]
-    assert [row.split()[0] for row in lines[1:]] == ["0", "2", "4", "total"]
-    assert lines[-1].split()[1:3] == ["83", f"{effective.total:.2f}"]
+    assert [row.split()[0] for row in lines[1:]] == ["0", "2", "4", "total", "gamma:"]
+    assert lines[-2].split()[1:3] == ["83", f"{effective.total:.2f}"]
     assert lines[1].split()[3] == f"{effective.layers['0'] / 30:.1%}"
 
 
