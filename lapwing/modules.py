@@ -22,7 +22,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.tangent import LayerJacobians
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.mixture import MixturePosterior
-from lapwing.posteriors.weight_space import Linearised
+from lapwing.posteriors.weight_space import Linearised, WeightPosterior
 from lapwing.predictives.labels import bridge, pairwise_logits, probit_logits
 from lapwing.runtime.memory import refuse_large_result
 from lapwing.runtime.settings import one_of
@@ -94,9 +94,9 @@ class SharedAxes(nn.Module):
 
     def __init__(self, outputs: Tensor, inputs: Tensor, weights: Tensor) -> None:
         super().__init__()
-        self.register_buffer("outputs", outputs)  # U, (C, C)
-        self.register_buffer("inputs", inputs)  # V, (D, D)
-        self.register_buffer("weights", weights)  # W, (C, D)
+        self.register_buffer("outputs", outputs)  # U, (C, w)
+        self.register_buffer("inputs", inputs)  # V, (D, v)
+        self.register_buffer("weights", weights)  # W, (w, v)
 
     def forward(self, a: Tensor) -> Tensor:
         scale = (a @ self.inputs).square() @ self.weights.mT
@@ -128,6 +128,9 @@ class NoForm(nn.Module):
 def quadratic_form(posterior: Linearised, network: Network) -> nn.Module:
     """Return the covariance of the outputs as a module of the features, for a posterior over one linear map."""
     (block,) = network.layout
+    axes = posterior.precision.axes() if isinstance(posterior, WeightPosterior) else None
+    if axes is not None:
+        return SharedAxes(*axes).to(network.dtype)
     d_out, d_in = block.d_out, block.d_in
     what = f"the covariance of {block.size} weights"
     refuse_large_result(COPIES * 8 * block.size**2, network.device, what, "Export a posterior over fewer weights")
@@ -205,6 +208,7 @@ class ClosedForm(PosteriorModule):
     ) -> None:
         super().__init__(fitted, returns)
         self.head, self.forms, self.components = head, nn.ModuleList(forms).eval(), tuple(components)
+        self.with_bias = head is not None and fitted.network.layout[0].bias is not None  # a fixed bias has no spread
         self.register_buffer("shift", shift)
         dtype = reduce(torch.promote_types, (p.dtype for p in self.model.parameters()), torch.float32)
         weights = torch.tensor([each.weight for each in components], dtype=torch.float64)
@@ -233,7 +237,7 @@ class ClosedForm(PosteriorModule):
         raw = self.raw(out)
         mean = raw.unsqueeze(-1) if raw.ndim == 1 else raw
         a = features[-1] if features else mean
-        if self.head is not None and self.head.bias is not None:
+        if self.with_bias:
             a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
         if self.shift is not None:
             mean = mean + a @ self.shift.mT
@@ -420,7 +424,10 @@ def module_of(fitted: Fitted, returns: str) -> ModuleOf:
         return Predicting(fitted, returns, "; ".join(why))
     if not any(component.scale for component in components):
         return ClosedForm(fitted, None, [NoForm() for _ in members], components, None, returns)
-    forms = [quadratic_form(each, network) if isinstance(each, Linearised) else NoForm() for each in members]
+    try:
+        forms = [quadratic_form(each, network) if isinstance(each, Linearised) else NoForm() for each in members]
+    except UnsupportedError as error:  # too many weights for their covariance
+        return Predicting(fitted, returns, str(error).rstrip("."))
     shift = None if network.shift is None else network.layout[0].arrange(network.selection.split(network.shift))[0]
     return ClosedForm(fitted, head_of(network), forms, components, shift, returns)
 

@@ -81,6 +81,13 @@ class Precision:
         """Return the diagonal of Λ⁻¹, (P,)."""
         raise NotImplementedError
 
+    def axes(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return U (C, w), V (D, v) and W (w, v) of Λ⁻¹ = (U ⊗ V) diag(W) (U ⊗ V)ᵀ, if it is known in this form.
+
+        For one linear map of D inputs to C outputs.
+        """
+        return None
+
     def gammas(self, precision: Tensor) -> Tensor:
         """Return γ of every weight, (P,), under prior precisions (P,): one less precision times posterior variance.
 

@@ -467,6 +467,10 @@ class BlockPrecision:
         """Return the diagonal of Λ⁻¹, in the block's form."""
         raise NotImplementedError
 
+    def axes(self, block: Block) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return what ``Precision.axes`` returns for each group, (G, ...)."""
+        return None
+
 
 class BlockSum:
     """The sum of the curvature of one block over a pass."""
@@ -563,6 +567,10 @@ class DiagonalPrecision(BlockPrecision):
 
     def variances(self) -> Tensor:
         return self.inverse
+
+    def axes(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        outputs, inputs = (torch.eye(size).to(self.inverse).unsqueeze(0) for size in (block.d_out, block.d_in))
+        return outputs, inputs, self.inverse
 
 
 @saved

@@ -86,6 +86,13 @@ class EigenPrecision(BlockPrecision):
     def variances(self) -> Tensor:
         return diagonal_in(self.out, self.inp, self.inverse)
 
+    def axes(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        outputs, inputs = (
+            basis.coordinates(torch.eye(size).to(self.inverse).unsqueeze(0))
+            for basis, size in ((self.out, block.d_out), (self.inp, block.d_in))
+        )
+        return outputs, inputs, each_pair(self.out, self.inp, self.inverse, outputs.shape[-1], inputs.shape[-1])
+
 
 def each_pair(out: Basis, inp: Basis, values: Tensor, height: int, width: int) -> Tensor:
     """Return a value for each pair of coordinates (..., height, width), from one for each pair of parts."""
@@ -150,6 +157,11 @@ class BlockwisePrecision(Precision):
 
     def variances(self) -> Tensor:
         return flatten_blocks([precision.variances() for precision in self.blocks], self.layout, self.selection)
+
+    def axes(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        (block,), (precision,) = self.layout, self.blocks
+        axes = precision.axes(block)
+        return None if axes is None else (axes[0][0], axes[1][0], axes[2][0])
 
     def _by_block(self, rows: Tensor, apply: Callable[[BlockPrecision, Tensor], Tensor]) -> Tensor:
         """Return ``apply(precision, part)`` of all blocks, joined, for the parts of rows (n, P)."""

@@ -296,8 +296,37 @@ def test_a_covariance_with_shared_axes_takes_the_shorter_form() -> None:
 def test_a_wide_layer_takes_the_memory_of_its_covariance() -> None:
     """All six axes of the shorter form would be 17 GB here; the covariance is 13 MB."""
     wide = nn.Sequential(nn.Linear(INPUTS, 127), nn.Tanh(), nn.Linear(127, 10))
-    posterior = lw.fit(wide, [(X, torch.arange(ROWS) % 10)], "classification", method=lw.Kron(), prior=0.5, **LAST)
+    posterior = lw.fit(
+        wide, [(X, torch.arange(ROWS) % 10)], "classification", method=lw.KernelSpace(), prior=0.5, **LAST
+    )
     assert_near(posterior.as_module("probs")(Z), posterior.predict(Z).probs, LIMIT)
+
+
+@pytest.mark.parametrize("method", [lw.Kron(), lw.Diagonal()], ids=str)
+def test_known_axes_need_no_covariance_of_the_weights(method: Any) -> None:
+    """The covariance of 60,100 weights would be 29 GB."""
+    wide = nn.Sequential(nn.Linear(INPUTS, 600), nn.Tanh(), nn.Linear(600, 100))
+    posterior = lw.fit(wide, [(X, torch.arange(ROWS))], "classification", method=method, prior=0.5, **LAST)
+    module = posterior.as_module("moments")
+    assert isinstance(module, ClosedForm)
+    for ours, theirs in zip(module(Z), moments(posterior, Z), strict=True):
+        assert_near(ours / theirs.max(), theirs / theirs.max(), LIMIT)
+
+
+def test_a_covariance_too_large_to_hold_is_not_exported_but_predicts() -> None:
+    wide = nn.Sequential(nn.Linear(INPUTS, 600), nn.Tanh(), nn.Linear(600, 20))
+    with lw.memory.limited("8MB"):
+        posterior = lw.fit(wide, [(X, LABELS)], "classification", method=lw.KernelSpace(), prior=0.5, **LAST)
+        module = posterior.as_module("probs")
+        assert isinstance(module, Predicting)
+        assert "covariance of 12020 weights" in module.why
+        assert_near(module(Z), posterior.predict(Z).probs, LIMIT)
+
+
+def test_a_head_whose_bias_is_fixed() -> None:
+    posterior = classes(lw.Kron(), prior=0.5, weights=lw.named("2.weight"))
+    for ours, theirs in zip(posterior.as_module("moments")(Z), moments(posterior, Z), strict=True):
+        assert_near(ours, theirs, LIMIT)
 
 
 def test_no_spread() -> None:
