@@ -52,6 +52,7 @@ from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples,
 Draws = Callable[[Posterior, int], Tensor]  # from a posterior and a number to so many draws
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
 SHOWN_OFFSETS = 4  # offsets of the logits that a summary lists
+SMALLEST_SHARE = 0.005  # of the shares that it lists
 RARE = 1e-2  # weight below which a belief is dropped: each costs a product with the Jacobian at every prediction
 
 
@@ -216,10 +217,11 @@ class MixturePosterior(Posterior):
                 noise = float(cell.likelihood.dispersion / each.problem.likelihood.dispersion)
                 name = f"covariance × {cell.scale / noise:.3g}"
             shares[name] = shares.get(name, 0.0) + weight
-        parts = [f"{share:.2f} {name}" for name, share in sorted(shares.items(), key=lambda s: -s[1])]
-        parts = [part for part in parts if not part.startswith("0.00")]
-        wider = "; a smaller precision gives wider error bars" if any(" precision " in part for part in parts) else ""
-        return f"The mixture averages predictions, with shares of {', '.join(parts)}{wider}.{self._describe_offset()}"
+        ordered = sorted(shares.items(), key=lambda share: -share[1])
+        parts = [f"{name} ({share:.2f})" for name, share in ordered if share >= SMALLEST_SHARE]
+        wider = "; a smaller precision gives wider error bars" if any("precision" in name for name in shares) else ""
+        what = f"The mixture averages the predictions of {len(self.cells)} settings, with shares in brackets"
+        return f"{what}: {', '.join(parts)}{wider}.{self._describe_offset()}"
 
     def _describe_offset(self) -> str:
         """Return what the offset of the logits does, in words; nothing if no cell differs from the base in it."""
