@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from lapwing.errors import UnsupportedError
+from lapwing.linalg.dense import eigh
 from lapwing.predictives.base import (
     ClassPredictive,
     LabelPredictive,
@@ -147,7 +148,7 @@ NODES, EXACT = 12, 96  # nodes for many classes and for two, whose integral has 
 def _hermite_rule() -> tuple[Tensor, Tensor]:
     """Return the Gauss-Hermite nodes of a standard normal and their weights, (NODES,) each."""
     off = torch.arange(1, NODES, dtype=torch.float64).sqrt()
-    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))  # Golub and Welsch
+    nodes, vectors = eigh(torch.diag(off, 1) + torch.diag(off, -1))  # Golub and Welsch
     return nodes, vectors[0].square()
 
 
@@ -181,7 +182,8 @@ def class_against_rest(mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor, Tenso
     )
     diagonal = ((total - p * own) / rest).scatter(-1, top, (r * own).sum(-1, keepdim=True))
     bend = 0.5 * (diagonal - squared).clamp_min(0)
-    return centre - bend / (1 + bend), (own - 2 * with_own + squared).clamp_min(0).sqrt(), bend
+    variance = (own - 2 * with_own + squared).clamp_min(torch.finfo(own.dtype).tiny)  # the root of zero has no slope
+    return centre - bend / (1 + bend), variance.sqrt(), bend
 
 
 class LabelMixture(Mixture[P], LabelPredictive):
