@@ -179,7 +179,7 @@ def files_passed(call: Callable[[], object]) -> set[str]:
 
 def test_the_map_names_the_files_of_a_fit_and_of_a_prediction() -> None:
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    sections = re.findall(r"^## How one `(\w+)` travels$(.*?)^(?=## )", text, re.MULTILINE | re.DOTALL)
+    sections = re.findall(r"^## How one `(\w+)` travels$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     listed = {call: set(re.findall(r"`([\w/]+\.py)`", section)) for call, section in sections}
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
     x, y = torch.randn(20, 3), torch.arange(20) % 2
