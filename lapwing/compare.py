@@ -66,7 +66,7 @@ class Comparison:
         for c in self.candidates:
             error = f"{c.error:8.2f} " if estimated else ""
             lines.append(
-                f"{c.name:{width}s} {c.log_evidence:13.2f} {error}{c.fit:11.2f} {c.complexity:11.2f} {c.weights:8d} "
+                f"{c.name:{width}s} {c.log_evidence:13.2f} {error}{c.fit:11.2f} {c.complexity:11.2f} {c.weights:8,d} "
                 f"{c.gamma:8.1f} {c.probability:11.3f}"
             )
         lines.append("The log evidence is the fit less the complexity; gamma is how many weights the data determine.")
