@@ -7,7 +7,14 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.decisions.acquisition import feature_blocks, greedy_information, matrix_blocks, root_of
+from lapwing.decisions.acquisition import (
+    _by_covariance,
+    _by_functions,
+    feature_blocks,
+    greedy_information,
+    matrix_blocks,
+    root_of,
+)
 from lapwing.networks.jacobians import Footprint
 from tests.tolerances import assert_close
 from tests.unit.decisions.problems import D, classes, classifier, generator
@@ -81,6 +88,9 @@ def test_functions_choose_like_the_covariance() -> None:
     posterior, (x, _) = classifier(), classes(6, generator(6))
     assert posterior.acquire(x, 1, samples=4000).tolist() == posterior.acquire(x, 1, samples=0).tolist()
     assert sorted(posterior.acquire(x, 6, samples=50).tolist()) == list(range(6))
+    exact, drawn = _by_covariance(posterior, x)[0], _by_functions(posterior, x, 4000)[0]
+    ratios = drawn.diagonal(dim1=1, dim2=2) / exact.diagonal(dim1=1, dim2=2)
+    assert float((ratios - 1).abs().max()) < 5 * (2 / 3999) ** 0.5
 
 
 def test_bald_and_variance_are_the_largest() -> None:

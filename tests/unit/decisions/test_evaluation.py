@@ -249,6 +249,10 @@ def test_frequencies_of_tokens_and_of_very_many_classes() -> None:
     evaluation = wide.evaluate([(x[:, 0], y[:, 0])], resamples=5)
     assert "classwise_ece" not in [row.name for row in evaluation.rows]
     assert (evaluation.class_count, len(evaluation.classes)) == (130, 100)
+    probs = wide.predict(x[:, 0]).probs
+    for row in evaluation.classes:
+        assert row.probability == pytest.approx(float(probs[:, row.number].mean()), rel=1e-6)
+        assert row.frequency == pytest.approx(float((y[:, 0] == row.number).double().mean()))
 
 
 # Targets in other units
