@@ -574,24 +574,26 @@ class WeightPosterior(Linearised):
         return cls(problem, **fields, mode=mode, estimate=estimate)
 
 
-def beliefs_at(members: Sequence[Posterior], x: Inputs, query: Query = ALL) -> list[FunctionGaussian]:
+def beliefs_at(
+    members: Sequence[Posterior], x: Inputs, query: Query = ALL, most: int = COVARIANCE_OUTPUTS
+) -> list[FunctionGaussian]:
     """Return the belief of every posterior about all or some outputs at x, by one pass of each network.
 
-    With many outputs each posterior passes by itself, so that no (B, C, C) covariance need be built.
+    With more than ``most`` outputs each posterior passes by itself, so that no (B, C, C) covariance need be built.
     """
     by_model: dict[int, list[int]] = {}
     for number, each in enumerate(members):
         by_model.setdefault(id(each.problem.network.model), []).append(number)
     beliefs: dict[int, FunctionGaussian] = {}
     for numbers in by_model.values():
-        beliefs.update(zip(numbers, _of_one_network([members[i] for i in numbers], x, query), strict=True))
+        beliefs.update(zip(numbers, _of_one_network([members[i] for i in numbers], x, query, most), strict=True))
     return [beliefs[number] for number in range(len(members))]
 
 
-def _of_one_network(members: Sequence[Posterior], x: Inputs, query: Query) -> list[FunctionGaussian]:
+def _of_one_network(members: Sequence[Posterior], x: Inputs, query: Query, most: int) -> list[FunctionGaussian]:
     """Return the belief of every posterior, all of the same network."""
     network = members[0].problem.network
-    if query.shape(network.output_shape)[-1] > COVARIANCE_OUTPUTS:
+    if query.shape(network.output_shape)[-1] > most:
         return [each.belief(x, query) for each in members]
     linearised = [each for each in members if each.linearised]
     if len({id(each.shared) for each in linearised}) == 1:  # one use of the Jacobian

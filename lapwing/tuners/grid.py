@@ -17,7 +17,7 @@ from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.jacobians import temporary_bytes
 from lapwing.networks.network import Network
-from lapwing.posteriors.base import Kept, Posterior, Step, Trace, draw_beliefs, pieces, prefers_draws
+from lapwing.posteriors.base import MANY_OUTPUTS, Kept, Posterior, Step, Trace, draw_beliefs, pieces, prefers_draws
 from lapwing.posteriors.mixture import Belief, Cell, member
 from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.predictives.base import Predictive
@@ -93,7 +93,7 @@ def _by_shared_passes(members: Sequence[Posterior], x: Inputs) -> Iterator[tuple
     shape, count = network.for_inputs(x).output_shape, network.count(x)
     covariance = torch.Size(shape).numel() * shape[-1] * torch.finfo(network.dtype).bits // 8
     for rows in chunks(count, 4 * (len(members) + 1) * covariance, network.device):
-        yield rows, beliefs_at(members, x if rows == slice(0, count) else network.take(x, rows))
+        yield rows, beliefs_at(members, x if rows == slice(0, count) else network.take(x, rows), most=MANY_OUTPUTS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -694,6 +694,17 @@ def test_the_network_runs_once_for_all_values(method: str) -> None:
     assert model.calls == []
 
 
+def test_many_classes_are_differentiated_once_for_all_cells() -> None:
+    """Above 32 outputs, predictions put covariances off until they are asked for; scores need them of every cell."""
+    x, labels, calls = torch.linspace(-1, 1, 80).reshape(40, 2), torch.arange(40), []
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 40)).eval()
+    fitted = lw.fit(net, [(x, labels)], "classification", prior=1.0)
+    net.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
+    held = [(x[:10], labels[:10])]
+    fitted.tuned(lw.tuners.Integrate(held, ratios=(0.1, 1.0, 10.0), temperatures=(1.0, 2.0), offsets=()))
+    assert sum(calls) == 10
+
+
 @pytest.mark.parametrize("make", [lw.tuners.Grid, lw.tuners.CrossValidated, lw.tuners.Temperature])
 def test_candidates_that_do_not_fit_at_once_come_in_groups(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two factorisations of 83 weights fit in memory, three do not: seven values take four passes; scores are equal."""
