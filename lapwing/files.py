@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from lapwing.data.known_rows import KnownRows
-from lapwing.errors import FileError, LapwingError, ModelError, UnsupportedError
+from lapwing.errors import FileError, LapwingError, ModelError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.fingerprint import Fingerprint, OtherFunctionError, settings_in, structure_of
 from lapwing.networks.forward import refuse_training_mode, unwrap
@@ -46,15 +45,10 @@ def save(posterior: Posterior, fingerprint: Fingerprint, about: About, path: str
     The file is written only if ``load`` would read it, and whole or not at all.
     """
     problem = posterior.problem
-    values: tuple[Any, ...] = (problem.network, problem.likelihood, problem.prior, posterior)
-    parts: dict[str, State] = {}
-    for name, value in zip(PARTS, values, strict=True):
-        if not hasattr(value, "state"):
-            raise UnsupportedError(
-                f"the {name} {type(value).__name__} has no file form, a method state(); fit again where it is needed."
-            )
-        parts[name] = value.state()
-    parts["rows"] = about.rows.state()
+    parts = {
+        "network": problem.network.state(), "likelihood": problem.likelihood.state(), "prior": problem.prior.state(),
+        "posterior": posterior.state(), "rows": about.rows.state(),
+    }  # fmt: skip
     marks = {**asdict(fingerprint), "quick": ()}
     del marks["structure"]
     settings = {
