@@ -138,11 +138,10 @@ def takes(entry: Exactness, prior: str) -> bool:
     return FINENESS[PRIORS[prior].varies_by] <= FINENESS[entry.prior]
 
 
-COMBINED = [
-    (kind, method, noise, prior)
-    for kind, method in SETTINGS
-    for noise in NOISES
-    for prior in PRIORS
+COMBINED = [  # every method has both noises, and every prior that it takes
+    (kind, method, [*NOISES][(i + j) % 2], prior)
+    for i, (kind, method) in enumerate(SETTINGS)
+    for j, prior in enumerate(PRIORS)
     if takes(ENTRIES[method], prior)
 ]
 
