@@ -326,11 +326,11 @@ def model_output(
         inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
     try:
         with borrow_copy(model) as one, unfused_attention, without_checkpoints():
-            out = (
-                call_model(one, inputs)
-                if values is None
-                else functional_call(BatchCall(one), _with_inner_names(values), (inputs,))
-            )
+            if values is None:
+                out = call_model(one, inputs)
+            else:
+                inner = {f"inner.{name}": value for name, value in values.items()}
+                out = functional_call(BatchCall(one), inner, (inputs,))
     except CALL_ERRORS as error:
         if type(error) not in CALL_ERRORS:  # of the user's own, out of memory, or an operation that is not implemented
             raise
@@ -396,10 +396,6 @@ class BatchCall(nn.Module):
 
     def forward(self, inputs: Inputs) -> object:
         return call_model(self.inner, inputs)
-
-
-def _with_inner_names(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"inner.{name}": value for name, value in values.items()}
 
 
 def _describe_call(model: nn.Module, inputs: Inputs, error: Exception) -> str:

@@ -266,13 +266,8 @@ class Tangent:
     def f(self) -> Tensor:
         """The wanted outputs of the tangent model, (B, [T,] C): J (theta - w̃) is added where theta is not w̃."""
         f, shift = self.network_output, self.network.shift
-        return self.select_outputs(
-            f if shift is None else f + self.network.jvp(self.inputs, shift[None])[0].to(self.raw)
-        )
-
-    def select_outputs(self, values: Tensor) -> Tensor:
-        """Return the values (..., B, [T,] C) of the wanted outputs."""
-        return values if self.chosen is None else self.chosen.of(values)
+        f = f if shift is None else f + self.network.jvp(self.inputs, shift[None])[0].to(self.raw)
+        return f if self.chosen is None else self.chosen.of(f)
 
     @property
     def shape(self) -> tuple[int, ...]:
