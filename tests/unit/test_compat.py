@@ -85,7 +85,7 @@ def test_scales_and_draws(full: Laplace) -> None:
     assert (diagonal.prior_mean, float(diagonal.sigma_noise)) == (0.1, pytest.approx(0.7))
     seeded = lambda: torch.Generator().manual_seed(2)
     draws = full.predictive_samples(NEW, n_samples=3, generator=seeded())
-    torch.testing.assert_close(draws, full.functional_samples(NEW, n_samples=3, generator=seeded()))
+    torch.testing.assert_close(draws, full.posterior.function_samples(NEW, 3, seeded()))
     assert float((classification().predictive_samples(NEW, n_samples=3).sum(-1) - 1).abs().max()) < 1e-9
 
 

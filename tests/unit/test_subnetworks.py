@@ -145,6 +145,17 @@ def test_greedy_learns_noise_and_precision() -> None:
     assert indices(chosen) == brute_force(precision, j.T @ j, list(range(SIZE)), 4)
 
 
+def test_greedy_takes_the_curvature_under_the_noise() -> None:
+    model, y = net(), torch.randn(ROWS, CLASSES, dtype=D)
+    j = dense.jacobian(model, X, ROWS).flatten(0, 1)
+    expected, without = (
+        brute_force(j.T @ j / noise + 10 * torch.eye(SIZE, dtype=D), j.T @ j, list(range(SIZE)), 12)
+        for noise in (0.3**2, 1.0)
+    )
+    assert indices(subnetworks.greedy(model, [(X, y)], lw.Gaussian(noise_std=0.3), 12, prior=10.0)) == expected
+    assert expected != without
+
+
 def test_a_smaller_choice_is_a_part_of_a_larger_one() -> None:
     model = net()
     small, large = (subnetworks.greedy(model, DATA, "classification", n, prior=1.0) for n in (4, 9))
