@@ -163,7 +163,7 @@ class Tunable:
 
     def lacks(self, what: str, method: str = "") -> UnsupportedError:
         """Return the error of a member whose default raises."""
-        return UnsupportedError(f"{method or type(self).__name__} has no {what}; choose a method that has.")
+        return UnsupportedError(f"{method or type(self).__name__} has no {what}; use Kron, Full or KernelSpace.")
 
     @property
     def noise(self) -> Tensor | None:

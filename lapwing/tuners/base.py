@@ -144,7 +144,7 @@ class Search(Generic[P]):
         """Return the search, with the noise only if the likelihood learns it; raise if there is no evidence."""
         if not (posterior.provides(Tunable.log_evidence) and posterior.provides(Tunable.with_noise)):
             raise UnsupportedError(
-                f"{type(posterior).__name__} has no evidence to maximise; give the prior, or use a method that has one."
+                f"{type(posterior).__name__} has no evidence to maximise; give the prior, or use Kron or Full."
             )
         score = score if hyperprior is None else f"{score} plus log hyperprior"
         return cls(posterior, noise and posterior.noise is not None, tuner, score, hyperprior)

@@ -478,7 +478,7 @@ def _problem(posterior: Posterior) -> Problem:
     """Return the problem of the posterior; raise if its prior and noise cannot change without the data."""
     problem: Problem = posterior.problem
     if not posterior.linearised:
-        raise UnsupportedError(f"{type(posterior).__name__} has no precision to change; use a method that has one.")
+        raise UnsupportedError(f"{type(posterior).__name__} has no precision to change; use Kron or Full.")
     return problem
 
 

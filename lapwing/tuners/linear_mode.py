@@ -165,7 +165,7 @@ class LinearMode(TunerWithSettings):
     def __call__(self, posterior: Posterior) -> WeightPosterior:
         """Return the posterior at the optimum of the corrected evidence."""
         if not isinstance(posterior, WeightPosterior):
-            raise UnsupportedError(f"{type(posterior).__name__} has no weights to optimise; use a method that has.")
+            raise UnsupportedError(f"{type(posterior).__name__} has no weights to optimise; use Kron or Full.")
         network = posterior.problem.network
         data = self.read_data(network)
         base = network.with_shift(None).theta().double()

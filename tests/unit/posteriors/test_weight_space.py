@@ -15,6 +15,7 @@ from lapwing.errors import DataError, FileError, ModelError, UnsupportedError
 from lapwing.networks.jacobians import Footprint
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import Tangent
+from lapwing.posteriors.base import Posterior
 from tests import problems
 from tests.cases import BY_NAME
 from tests.conformance.declared import small_method
@@ -566,3 +567,19 @@ def test_a_damaged_method_is_refused(net):
     for settings in ({**state.settings, "name": "Other"}, {**state.settings, "draws": 0}, {"name": "Kron"}):
         with pytest.raises(FileError):
             SummedBy.from_state(State("SummedBy", settings))
+
+
+# The methods that errors name, for members that another posterior lacks.
+
+MEMBERS = (
+    Posterior.log_evidence, Posterior.gammas, Posterior.log_likelihood, Posterior.with_problem, Posterior.with_noise,
+    Posterior.variance_of, Posterior.weight_samples, Posterior.deviations, Posterior.numbered_steps,
+    Posterior.function_samples, Posterior.covariance, Posterior.updated,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [lw.Kron(), lw.Full(), lw.KernelSpace()], ids=lambda method: type(method).__name__)
+def test_the_methods_that_errors_name_have_every_member(method: Any) -> None:
+    x = torch.randn(6, 2)
+    posterior = lw.fit(nn.Linear(2, 1), [(x, x[:, :1])], lw.Gaussian(0.1), method=method, prior=1.0).base
+    assert [member.__name__ for member in MEMBERS if not posterior.provides(member)] == []
