@@ -286,15 +286,6 @@ class Deferred:
     cov: Callable[[], Tensor]
     centred: Callable[[], Tensor] | None = None  # the variance of f_k - mean_j f_j; from the covariance if None
 
-    def __rmul__(self, factor: float) -> Deferred:
-        """Return the covariance times a number."""
-        centred = self.centred
-        return Deferred(
-            lambda: factor * self.variance(),
-            lambda: factor * self.cov(),
-            None if centred is None else lambda: factor * centred(),
-        )
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FunctionGaussian:
@@ -450,7 +441,12 @@ class FunctionGaussian:
         """
         if factor == 1:
             return self
-        return replace(self, covariance=factor * self.covariance if factor else self._no_covariance())
+        if not factor:
+            return replace(self, covariance=self._no_covariance())
+        if isinstance(self.covariance, Tensor):
+            return replace(self, covariance=factor * self.covariance)
+        parts = (lambda: factor * self.variance, lambda: factor * self.cov, lambda: factor * self.centred_variance)
+        return replace(self, covariance=Deferred(*parts))  # computed once, for however many factors
 
     def _no_covariance(self) -> Tensor | Deferred:
         """Return a covariance of zeros, which has no graph."""

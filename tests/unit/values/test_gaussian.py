@@ -69,6 +69,19 @@ def test_deferred_covariance_runs_only_what_is_asked_for() -> None:
     assert calls == ["variance", "cov"]
 
 
+def test_a_deferred_covariance_is_computed_once_for_all_temperatures() -> None:
+    calls: list[int] = []
+
+    def full() -> Tensor:
+        calls.append(1)
+        return torch.eye(C, dtype=D).expand(B, C, C)
+
+    belief = FunctionGaussian(torch.ones(B, C, dtype=D), Deferred(lambda: full().diagonal(dim1=1, dim2=2), full))
+    for factor in (0.5, 2.0, 3.0):
+        assert_close(belief.scaled(factor).cov, factor**2 * torch.eye(C, dtype=D).expand(B, C, C))
+    assert len(calls) == 1
+
+
 def test_rounding_below_zero_becomes_a_variance_of_zero() -> None:
     belief = FunctionGaussian(torch.zeros(1, 1, dtype=D), torch.full((1, 1, 1), -1e-18, dtype=D))
     assert belief.std.item() == 0.0
