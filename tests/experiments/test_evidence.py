@@ -333,7 +333,7 @@ def test_the_published_form_at_its_optimum_is_the_closed_form(task: Task) -> Non
     fitted, _ = task.fit(lw.VaLLA(4, optimiser="none"), seed=0)
     points: Anchors = fitted.posterior.curvature.anchors
     data = Anchors(task.full.network, task.x, torch.zeros(len(task.x), dtype=torch.long))
-    cross = torch.cat([points.against(part, task.full.prior) for part in data.parts])
+    cross = torch.cat([points.against(part, task.full.prior) for part in data])
     told = torch.linalg.solve(points.kernel(task.full.prior), cross.mT)
     factor = torch.linalg.cholesky(told @ told.mT / task.noise)
     state = Published(task, points.inputs.detach().requires_grad_(), factor).state(0.0)
