@@ -443,7 +443,7 @@ def look_for_reused_rows(run: FitInProgress) -> None:
     """Compare the rows of held-out data with those of the training data; raise if all are the same."""
     rows = KnownRows(run.data.sketch())
     if run.held_out:
-        run.reused = offsets.with_validation(rows, run.held_out)
+        run.reused = offsets.note_reuse(rows, run.held_out, "validation data", refuses=True)
     else:
         run.reused = offsets.with_held_out(rows, run.tuner, run.problem.network, run.processes)
 

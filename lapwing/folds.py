@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from lapwing.data.batches import Data, Weighted, is_dataset, is_pair, to_batch
-from lapwing.data.inputs import Batch, SampleRows, n_rows, plain_tensors, take
+from lapwing.data.batches import Data, is_dataset, is_pair, to_batch, to_item
+from lapwing.data.inputs import Batch, SampleRows, n_rows, plain_tensors
 from lapwing.data.known_rows import row_marks
 from lapwing.data.processes import Processes
 from lapwing.errors import DataError, FileError, LapwingError, ModelError, UnsupportedError
@@ -101,11 +101,7 @@ class Rows:
         """Return some rows as data for ``fit``."""
         if not isinstance(self.source, Batch):
             return Subset(self.source, rows.tolist())
-        batch = self.source
-        per_sample = SampleRows().per_sample(batch.inputs, batch.n_samples)
-        targets = batch.targets[rows.to(batch.targets.device)]
-        inputs = take(batch.inputs, per_sample, rows)
-        return inputs, targets if batch.weights is None else Weighted(targets, batch.weights[rows])
+        return to_item(self.source.take(SampleRows().per_sample(self.source.inputs, len(self)), rows))
 
     def labels(self) -> Tensor | None:
         """Return the class of every row, (N,); None if targets are not classes, one for each row."""

@@ -33,7 +33,6 @@ from lapwing.data.inputs import (
     is_numbers,
     move_inputs,
     plain_tensors,
-    take,
     tensors_in,
 )
 from lapwing.data.known_rows import RowSketch, Sketching
@@ -230,15 +229,14 @@ def as_source(source: Any, name: str, processes: Processes, dtype: torch.dtype |
         mapping = " One batch that is a mapping goes into a list: [batch]." if isinstance(source, Mapping) else ""
         raise DataError(
             f"{name} is {describe(source)}; expected a DataLoader, a Dataset, a list of (inputs, targets) batches, or "
-            "one "
-            f"pair (inputs, targets) of tensors or arrays.{mapping}"
+            f"one pair (inputs, targets) of tensors or arrays.{mapping}"
         )
     if is_dataset(source):
         return dataset_loader(source, processes)
     if is_pair(source):
         batch = to_batch(source, None, dtype)  # arrays become tensors once, and not at every pass
         refuse_unequal(batch.inputs, batch.targets, name)
-        return [(batch.inputs, batch.targets if batch.weights is None else Weighted(batch.targets, batch.weights))]
+        return [to_item(batch)]
     _refuse_half_pair(source, name)
     # Only iterators are tested: opening a loader may start worker processes.
     if hasattr(source, "__next__") and iter(source) is source:
@@ -317,11 +315,8 @@ class ShuffledPair:
     per_sample: tuple[bool, ...]
 
     def __iter__(self) -> Iterator[tuple[Inputs, object]]:
-        whole = self.whole
-        for rows in torch.randperm(whole.n_samples).split(BATCH_SIZE):
-            targets = whole.targets[rows.to(whole.targets.device)]
-            weights = None if whole.weights is None else whole.weights[rows.to(whole.weights.device)]
-            yield take(whole.inputs, self.per_sample, rows), targets if weights is None else Weighted(targets, weights)
+        for rows in torch.randperm(self.whole.n_samples).split(BATCH_SIZE):
+            yield to_item(self.whole.take(self.per_sample, rows))
 
     def __len__(self) -> int:
         return -(-self.whole.n_samples // BATCH_SIZE)
@@ -345,6 +340,11 @@ def to_batch(item: object, target_key: str | None, dtype: torch.dtype | None) ->
         "weights need lw.samples.weighted(loader); other items are unpacked by a function of yours: "
         "lw.samples.unpacked(loader, lambda item: (inputs, targets))."
     )
+
+
+def to_item(batch: Batch) -> tuple[Inputs, object]:
+    """Return a batch as a user gives it: a pair, whose targets hold the weights if there are any."""
+    return batch.inputs, batch.targets if batch.weights is None else Weighted(batch.targets, batch.weights)
 
 
 def _batch(inputs: Inputs, targets: Any, dtype: torch.dtype | None, key: str | None = None) -> Batch:
@@ -434,9 +434,8 @@ class Readings:
     weighted: bool = False  # whether a batch had weights
     compared: bool = False  # whether the first passes of several processes were compared
     sketching: Sketching | None = None  # the rows of the first complete pass, if they were to be kept
-    take_outputs: Callable[[Tensor, Tensor, Tensor | None], None] | None = (
-        None  # called in the next pass of a curvature
-    )
+    # Called in the next pass of a curvature.
+    take_outputs: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
 
     def add(self, reading: Reading) -> None:
         """Keep the first pass, and how a later one differs from it."""
@@ -591,9 +590,7 @@ class Data:
                 f"repeated, and the loader makes more samples of them; expected one of each. Use "
                 "sampler=lw.samples.Part(dataset, process_group), which repeats none."
             )
-        flags = SampleRows().per_sample(batch.inputs, batch.n_samples)
-        rows = slice(share.rows - before)
-        return Batch(take(batch.inputs, flags, rows), batch.targets[rows], batch.key, batch.weights_of(rows))
+        return batch.take(SampleRows().per_sample(batch.inputs, batch.n_samples), slice(share.rows - before))
 
     def requiring_same_rows(self) -> Data:
         """Return the same data, refused from now on if a pass does not give the rows of the first one.

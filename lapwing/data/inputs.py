@@ -444,7 +444,7 @@ def take(inputs: Inputs, per_sample: Sequence[bool], rows: slice | Tensor) -> In
     return map_leaves(inputs, lambda leaf: _take_rows(leaf, rows) if next(flags) else leaf)
 
 
-def _take_rows(leaf: Leaf, rows: slice | Tensor) -> Leaf:
+def _take_rows(leaf: Any, rows: slice | Tensor) -> Any:
     if isinstance(leaf, Tensor):
         return leaf[rows if isinstance(rows, slice) else rows.to(leaf.device)]
     return leaf.take(torch.arange(len(leaf))[rows] if isinstance(rows, slice) else rows)
@@ -475,9 +475,14 @@ class Batch:
         weights = None if self.weights is None else self.weights.to(device)
         return Batch(map_tensors(self.inputs, lambda t: t.to(device)), self.targets.to(device), self.key, weights)
 
-    def weights_of(self, rows: slice) -> Tensor | None:
+    def weights_of(self, rows: slice | Tensor) -> Tensor | None:
         """Return the weights of some samples; None if each counts once."""
-        return None if self.weights is None else self.weights[rows]
+        return None if self.weights is None else _take_rows(self.weights, rows)
+
+    def take(self, per_sample: Sequence[bool], rows: slice | Tensor) -> Batch:
+        """Return some samples; ``per_sample`` says which tensors of the inputs have a row for each."""
+        inputs, targets = take(self.inputs, per_sample, rows), _take_rows(self.targets, rows)
+        return Batch(inputs, targets, self.key, self.weights_of(rows))
 
 
 def batch_digest(batch: Batch) -> bytes:

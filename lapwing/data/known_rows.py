@@ -11,7 +11,6 @@ themselves: by the share of those that are there once (Good 1953). Only what goe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from lapwing.data.inputs import Inputs, n_rows, named_leaves
 from lapwing.data.processes import Processes
-from lapwing.errors import DataError
+from lapwing.errors import DataError, warn_caller
 from lapwing.runtime.states import Array, Maybe, PartOf, Stored, Whole, distinct, saved, stored
 
 TRAINING, VALIDATION = 2**16, 2**15  # rows of a sketch, of 8 bytes each
@@ -228,28 +227,23 @@ class KnownRows(Stored):
         whole = more if self.validation is None else self.validation + more
         return replace(self, validation=whole.cut(VALIDATION))
 
-    def remarks(self, data: RowSketch | None, name: str, remedy: str, of_inputs: bool = False) -> Iterator[Remark]:
-        """Yield a remark for each use of the data before."""
+    def warn_reused(
+        self, data: RowSketch | None, name: str, remedy: str, refuses: bool, of_inputs: bool = False
+    ) -> tuple[str, ...]:
+        """Warn of each use of the data before, and return the remarks; if it ``refuses``, raise if all were used."""
+        remarks = []
         for use, rows in (("training", self.training), ("validation", self.validation)):
             reuse = None if rows is None or data is None else rows.reuse(data, of_inputs)
             if reuse is not None:
-                yield Remark(
+                remark = (
                     f"{reuse.share:.0%} of the {name} are {use} data of this fit too, beyond what repeats by chance; "
-                    f"expected data that were not used before. {remedy}",
-                    reuse.whole,
+                    f"expected data that were not used before. {remedy}"
                 )
-
-
-@dataclass(frozen=True)
-class Remark:
-    """A remark that data were used before, and whether all of their rows were."""
-
-    text: str
-    whole: bool
-
-    def as_error(self) -> DataError:
-        """Return the error for data of which all rows were used before."""
-        return DataError(self.text)
+                if refuses and reuse.whole:
+                    raise DataError(remark)
+                warn_caller(remark)
+                remarks.append(remark)
+        return tuple(remarks)
 
 
 def row_marks(inputs: Inputs, count: int) -> Tensor | None:

@@ -481,22 +481,20 @@ class Share:
             )
 
 
-def _samplers(source: object) -> Iterator[Part | DistributedSampler[Any]]:
-    """Yield the samplers of a loader that give parts."""
+def samplers_of(source: object) -> tuple[Any, ...]:
+    """Return the samplers of a loader; None in the place of one that it does not have."""
     source = getattr(source, "loader", source)  # of lw.samples.unpacked
     batches = getattr(source, "batch_sampler", None)
-    for sampler in (getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)):
-        if isinstance(sampler, Part | DistributedSampler):
-            yield sampler
+    return getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)
 
 
 def share_of(source: object, name: str = "data") -> Share | None:
     """Return the part that a loader gives, or None if its sampler does not say; raise if a repeated row is not last."""
-    sampler = next(_samplers(source), None)
+    sampler = next((each for each in samplers_of(source) if isinstance(each, Part | DistributedSampler)), None)
+    if sampler is None:
+        return None
     if isinstance(sampler, Part):
         return Share(sampler.rank, sampler.parts, mixed=sampler.shuffle)
-    if not isinstance(sampler, DistributedSampler):
-        return None
     total, parts = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]
     if sampler.drop_last:
         return Share(sampler.rank, parts, dropped=total - sampler.total_size, mixed=True)
@@ -515,8 +513,9 @@ def share_of(source: object, name: str = "data") -> Share | None:
 
 def next_epoch(source: object, epoch: int) -> None:
     """Tell the sampler of a loader the number of the epoch, as PyTorch asks for one that shuffles parts."""
-    for sampler in _samplers(source):
-        sampler.set_epoch(epoch)
+    for sampler in samplers_of(source):
+        if isinstance(sampler, Part | DistributedSampler):
+            sampler.set_epoch(epoch)
 
 
 def refuse_copies(marks: Sequence[T | None], name: str, same: Callable[[T, T], bool] = operator.eq) -> None:

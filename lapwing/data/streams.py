@@ -29,6 +29,7 @@ from lapwing.data.inputs import (
     is_numbers,
     map_leaves,
     map_tensors,
+    merge_batches,
     move_inputs,
     n_rows,
     named_leaves,
@@ -327,20 +328,9 @@ class InputStream:
 
     def __iter__(self) -> Iterator[Inputs]:
         """Yield the inputs of all batches in order."""
-        waiting: list[Tensor] = []
-        for inputs in self._check_inputs():
-            if waiting and not (isinstance(inputs, Tensor) and _can_concat(waiting[-1], inputs)):
-                yield _concat(waiting)
-                waiting = []
-            if not isinstance(inputs, Tensor) or not inputs.ndim:
-                yield inputs
-                continue
-            waiting.append(inputs)
-            if sum(map(len, waiting)) >= (self.rows(inputs) if callable(self.rows) else self.rows):
-                yield _concat(waiting)
-                waiting = []
-        if waiting:
-            yield _concat(waiting)
+        no_targets = lambda x: torch.empty(n_rows(x) if isinstance(x, Tensor) else 0, 0)
+        batches = (Batch(inputs, no_targets(inputs)) for inputs in self._check_inputs())
+        return (batch.inputs for batch in merge_batches(batches, self.rows))
 
     def _move(self, t: Tensor) -> Tensor:
         return (t.detach() if t.requires_grad else t).to(self.device, non_blocking=True)
@@ -419,12 +409,3 @@ def has_places(inputs: Inputs, places: frozenset[str]) -> bool:
 
 def _is_place(name: str, places: frozenset[str]) -> bool:
     return any(place == name or place.startswith(f"{name}[") for place in places)
-
-
-def _can_concat(one: Tensor, other: Tensor) -> bool:
-    """Return whether rows of both can be in one batch."""
-    return one.shape[1:] == other.shape[1:] and one.dtype == other.dtype and one.ndim > 0 and other.ndim > 0
-
-
-def _concat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -18,7 +18,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from lapwing.data.batches import Data, is_pair, refuse_unequal
 from lapwing.data.inputs import Batch, Inputs, as_tensors, merge_batches
-from lapwing.data.known_rows import KnownRows, Remark, RowSketch
+from lapwing.data.processes import samplers_of
 from lapwing.data.streams import has_places
 from lapwing.errors import DataError, UnsupportedError, warn_caller
 from lapwing.metrics import ScoreInterval
@@ -244,33 +244,8 @@ def batches_of(network: Network, source: Data) -> Iterator[Batch]:
     return merge_batches(source.batches(source.name), network.batch_size_for)
 
 
-def refuse_reused(posterior: Fitted, data: RowSketch | None, name: str, of_inputs: bool = False) -> None:
-    """Warn if some of the calibration data were used before, with their share; raise if all were.
-
-    A decision records nothing, so that the same data may serve several decisions.
-
-    Raises:
-        DataError: If all rows are training or validation data of the posterior.
-    """
-    for remark in _remarks(posterior, data, name, "The guarantee does not hold for such data.", of_inputs):
-        if remark.whole:
-            raise remark.as_error()
-        warn_caller(remark.text)
-
-
-def warn_reused(posterior: Fitted, data: RowSketch | None, name: str) -> None:
-    """Warn if some of the data of a score were used before: it is not that of new data."""
-    for remark in _remarks(posterior, data, name, "Scores of new data are worse than these."):
-        warn_caller(remark.text)
-
-
-def _remarks(
-    posterior: Fitted, data: RowSketch | None, name: str, remedy: str, of_inputs: bool = False
-) -> Iterator[Remark]:
-    rows: KnownRows = getattr(posterior, "rows", KnownRows())  # a posterior of the user's own may have none
-    return rows.remarks(data, name, remedy, of_inputs)
-
-
+# What follows if data were used before. A decision records nothing, so that the same data may serve several decisions.
+VOID, WORSE = "The guarantee does not hold for such data.", "Scores of new data are worse than these."
 FAR = 100.0  # times the residual variance of the training data
 APART = 10.0  # times what the outputs vary: a network that interpolates has small residuals on its training data alone
 LEAST = 20  # data of an output below which its variance says little
@@ -362,10 +337,8 @@ def rows_of(
             scoring = predictive.scoring
             values = number(predictive, each)
             rows.append(values[known.to(values.device)].cpu())
-    if calibrates:
-        refuse_reused(posterior, source.sketch(), f"{name} data")
-    else:
-        warn_reused(posterior, source.sketch(), name)
+    name_of_data, remedy = (f"{name} data", VOID) if calibrates else (name, WORSE)
+    posterior.rows.warn_reused(source.sketch(), name_of_data, remedy, refuses=calibrates)
     joined = torch.cat(rows)
     if not len(joined):
         raise DataError(f"{name}: every target is ignored; expected at least one that is not.")
@@ -395,9 +368,7 @@ def as_batches(network: Network, data: Any) -> Any:
 
 def refuse_shuffled(loader: Any, name: str) -> None:
     """Raise if a loader shuffles: numbers of rows would be those of one pass, and say nothing about the data."""
-    loader = getattr(loader, "loader", loader)  # of lw.samples.unpacked
-    batches = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+    for sampler in samplers_of(loader):
         if isinstance(sampler, SHUFFLING) or getattr(sampler, "shuffle", False) is True:
             raise DataError(
                 f"the {name} is a loader that shuffles, by {type(sampler).__name__}; expected one with a fixed order: "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lapwing.data.inputs import Batch
 from lapwing.decisions.collecting import (
+    WORSE,
     align_columns,
     batches_of,
     decimals_of,
@@ -22,7 +23,6 @@ from lapwing.decisions.collecting import (
     label_batch,
     source_of,
     warn_of_units,
-    warn_reused,
     write_json,
 )
 from lapwing.errors import DataError
@@ -136,7 +136,7 @@ def score_posteriors(
                 for name, (fitted, predicts) in named.items():
                     gathered[name].add(fitted, predicts, batch, level)
         for fitted in {id(fitted): fitted for fitted, _ in named.values()}.values():
-            warn_reused(fitted, source.sketch(), "data")
+            fitted.rows.warn_reused(source.sketch(), "data", WORSE, refuses=False)
     return {name: each.value(name) for name, each in gathered.items()}
 
 

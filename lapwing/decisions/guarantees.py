@@ -17,6 +17,7 @@ from torch import Tensor
 from lapwing.data.inputs import Inputs
 from lapwing.data.known_rows import Sketching
 from lapwing.decisions.collecting import (
+    VOID,
     GroupNumbers,
     LabelledBatch,
     RowGroups,
@@ -24,7 +25,6 @@ from lapwing.decisions.collecting import (
     group_numbers,
     grouped_rows,
     input_batches,
-    refuse_reused,
     refuse_tokens,
     rows_of,
     warn_of_units,
@@ -580,7 +580,7 @@ def detector_of(
     given = as_batches(posterior.network, calibration)
     sketching = Sketching()
     scores = score_inputs(posterior, given, chosen, target_key, progress, sketching).sort().values
-    refuse_reused(posterior, sketching.value(), "calibration inputs", of_inputs=True)
+    posterior.rows.warn_reused(sketching.value(), "calibration inputs", VOID, refuses=True, of_inputs=True)
     if not flagged_ranks(len(scores), rate):
         raise DataError(
             f"{len(scores)} calibration data; expected at least {fewest_data(rate)} for "

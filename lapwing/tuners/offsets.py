@@ -468,31 +468,19 @@ class Reused:
     findings: tuple[str, ...] = ()
 
 
-def with_validation(rows: KnownRows, validation: Data) -> Reused:
-    """Return the known rows with those of the validation data; warn if some of these are training data.
-
-    Raises:
-        DataError: If all of them are.
-    """
-    return _note_reuse(rows, validation, "validation data", refuses=True)
-
-
 def with_held_out(rows: KnownRows, tuner: Tuner | None, network: Network, processes: Processes) -> Reused:
     """Return the known rows with the held-out data of a tuner, if it has some; warn if these are training data."""
     if not isinstance(tuner, TunerWithSettings) or not tuner.holds_out:
         return Reused(rows)
     data = network.read_data(tuner.data, "held-out data", processes=processes)
-    return _note_reuse(rows, data, "held-out data of the tuner", refuses=False)
+    return note_reuse(rows, data, "held-out data of the tuner", refuses=False)
 
 
-def _note_reuse(rows: KnownRows, data: Data, name: str, refuses: bool) -> Reused:
+def note_reuse(rows: KnownRows, data: Data, name: str, refuses: bool) -> Reused:
+    """Return the known rows with these data; warn if some are training data, or if it ``refuses`` raise if all are."""
     sketch = data.sketch()
-    remarks = tuple(rows.remarks(sketch, name, REMEDY))
-    for remark in remarks:
-        if refuses and remark.whole:
-            raise remark.as_error()
-        warn_caller(remark.text)
-    return Reused(rows.with_validation(sketch), tuple(remark.text for remark in remarks))
+    remarks = rows.warn_reused(sketch, name, REMEDY, refuses)
+    return Reused(rows.with_validation(sketch), remarks)
 
 
 def with_findings(posterior: Posterior, findings: tuple[str, ...]) -> Posterior:
