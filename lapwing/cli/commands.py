@@ -11,7 +11,7 @@ import shlex
 import sys
 import traceback
 import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
@@ -34,21 +34,15 @@ from lapwing.cli.options import (
     POSTERIOR,
     POSTERIORS,
     SUBSET,
+    Arguments,
     Option,
     Outcome,
     add_options,
-    columns_of_fit,
     data_options,
-    load_model,
-    load_posteriors,
-    make_reader,
     names,
     option,
     out_options,
-    refuse_output,
     seed_all,
-    subset_of,
-    target_key,
 )
 from lapwing.compare import Evaluations, compare, evaluate, kind_of
 from lapwing.data.streams import InputStream
@@ -66,11 +60,11 @@ class Command:
     """A command: what it does in a sentence, its work, and its options."""
 
     help: str
-    run: Callable[[Namespace], Outcome]
+    run: Callable[[Arguments], Outcome]
     options: tuple[Option, ...]
 
 
-def run_demo(arguments: Namespace) -> Outcome:
+def run_demo(arguments: Arguments) -> Outcome:
     """Run the three experiments of the demo, write their files, and return their tables and the paths."""
     try:
         from lapwing.demo.result import table
@@ -88,15 +82,15 @@ def run_demo(arguments: Namespace) -> Outcome:
     return Outcome("\n".join([*tables, *map(str, paths)]), {"results": results, "files": paths})
 
 
-def run_check(arguments: Namespace) -> Outcome:
+def run_check(arguments: Arguments) -> Outcome:
     """Check the model with the first batch."""
     seed_all(arguments.seed)
-    model = load_model(arguments, trained=False)
-    data = make_reader(arguments, model, labelled=False).read(arguments.data)
+    model = arguments.load_model(trained=False)
+    data = arguments.make_reader(model, labelled=False).read(arguments.data)
     batch = next(iter(data.batches))
     if isinstance(batch, Mapping):
         batch = {name: values for name, values in batch.items() if name not in arguments.target}
-    report = check(model, batch, weights=subset_of(arguments), data=data.rows, timed=arguments.timed)
+    report = check(model, batch, weights=arguments.chosen_weights(), data=data.rows, timed=arguments.timed)
     facts = {
         "model": arguments.model, "data": data.facts, "weights": report.weights, "outputs": report.outputs,
         "dtype": report.dtype, "layers": [asdict(layer) for layer in report.layers],
@@ -106,23 +100,23 @@ def run_check(arguments: Namespace) -> Outcome:
     return Outcome(f"{data.described}\n{report.details() if arguments.details else report}", facts)
 
 
-def run_fit(arguments: Namespace) -> Outcome:
+def run_fit(arguments: Arguments) -> Outcome:
     """Fit and save."""
     one_of(LIKELIHOODS).check("--likelihood", arguments.likelihood)
     (one_of([*METHODS, "auto"]) | NONE).check("--method", arguments.method)
     (POSITIVE | NONE).check("--prior", arguments.prior)
-    refuse_output(arguments)
+    arguments.refuse_output()
     generator = seed_all(arguments.seed)
-    model = load_model(arguments)
-    reader = make_reader(arguments, model, labels=find_likelihood(arguments.likelihood).has_logits)
+    model = arguments.load_model()
+    reader = arguments.make_reader(model, labels=find_likelihood(arguments.likelihood).has_logits)
     data = reader.read(arguments.data)
     held_out = None if arguments.validation is None else reader.beside(data).read(arguments.validation, "--validation")
     posterior = fit(
-        model, data.batches, arguments.likelihood, method=arguments.method, weights=subset_of(arguments),
+        model, data.batches, arguments.likelihood, method=arguments.method, weights=arguments.chosen_weights(),
         prior=arguments.prior, validation=None if held_out is None else held_out.batches,
-        target_key=target_key(arguments), generator=generator,
+        target_key=arguments.target_key(), generator=generator,
     )  # fmt: skip
-    posterior = replace(posterior, columns=columns_of_fit(arguments, data.classes))
+    posterior = replace(posterior, columns=arguments.columns_of_fit(data.classes))
     posterior.save(arguments.out)
     described = [data.described, *([] if held_out is None else [held_out.described])]
     notes = worse_than_chance(posterior)
@@ -164,15 +158,15 @@ def facts_of(posterior: Fitted) -> dict[str, object]:
     }  # fmt: skip
 
 
-def run_evaluate(arguments: Namespace) -> Outcome:
+def run_evaluate(arguments: Arguments) -> Outcome:
     """Score one posterior against the plain network, or rank several with it."""
     generator = seed_all(arguments.seed)
-    posteriors = load_posteriors(arguments)
+    posteriors = arguments.load_posteriors()
     first = next(iter(posteriors.values()))
     labels = first.likelihood.has_logits
     known = columns_of(posteriors, arguments)
-    data = make_reader(arguments, first.network.model, labels=labels, columns=known).read(arguments.data)
-    settings = {"level": arguments.level, "target_key": target_key(arguments, known), "generator": generator}
+    data = arguments.make_reader(first.network.model, labels=labels, columns=known).read(arguments.data)
+    settings = {"level": arguments.level, "target_key": arguments.target_key(known), "generator": generator}
     if len(posteriors) > 1:
         posteriors = {display_name(name, each): each for name, each in posteriors.items()}
         evaluation: Evaluation | Evaluations = evaluate(posteriors, data.batches, **settings)
@@ -182,7 +176,7 @@ def run_evaluate(arguments: Namespace) -> Outcome:
     return Outcome(f"{data.described}\n{evaluation}", {**facts, "evaluation": evaluation.to_json()})
 
 
-def columns_of(posteriors: Mapping[str, Fitted], arguments: Namespace) -> Mapping[str, tuple[str, ...]]:
+def columns_of(posteriors: Mapping[str, Fitted], arguments: Arguments) -> Mapping[str, tuple[str, ...]]:
     """Return the names of columns and classes that the posteriors were fitted with; raise if they differ.
 
     Raises:
@@ -206,18 +200,18 @@ def display_name(name: str, fitted: Fitted) -> str:
     return f"{name} ({kind})" if kind else name
 
 
-def run_predict(arguments: Namespace) -> Outcome:
+def run_predict(arguments: Arguments) -> Outcome:
     """Predict batch by batch, and write all predictions in the order of the data."""
-    refuse_output(arguments, tuple(WRITERS))
+    arguments.refuse_output(tuple(WRITERS))
     seed_all(arguments.seed)
-    model = load_model(arguments)
+    model = arguments.load_model()
     posterior = load_posterior(arguments.posterior, model)
     known = posterior.columns
-    reader = make_reader(arguments, model, labelled=False, kept=arguments.keep, columns=known)
+    reader = arguments.make_reader(model, labelled=False, kept=arguments.keep, columns=known)
     data = reader.read(arguments.data)
     _refuse_classes(posterior, data.classes)
     kept = reader.columns(arguments.data, arguments.keep) if arguments.keep else {}
-    arrays = predictions(posterior, data.batches, arguments.level, target_key(arguments, known))
+    arrays = predictions(posterior, data.batches, arguments.level, arguments.target_key(known))
     _refuse_same(kept, arrays)
     columns = write_arrays(arguments.out, {**kept, **arrays}, data.classes)
     rows = len(next(iter(arrays.values())))
@@ -292,26 +286,26 @@ def _refuse_classes(posterior: Fitted, classes: tuple[str, ...]) -> None:
         )
 
 
-def run_compare(arguments: Namespace) -> Outcome:
+def run_compare(arguments: Arguments) -> Outcome:
     """Load every posterior with its model, and rank them. They are named by their files."""
     seed_all(arguments.seed)
-    comparison = compare(load_posteriors(arguments))
+    comparison = compare(arguments.load_posteriors())
     candidates = [asdict(candidate) for candidate in comparison.candidates]
     facts = {"best": comparison.best, "candidates": candidates, "findings": comparison.findings}
     return Outcome(str(comparison), facts)
 
 
-def run_report(arguments: Namespace) -> Outcome:
+def run_report(arguments: Arguments) -> Outcome:
     """Write the page."""
-    refuse_output(arguments, (".html", ".htm"))
+    arguments.refuse_output((".html", ".htm"))
     seed_all(arguments.seed)
-    model = load_model(arguments)
+    model = arguments.load_model()
     posterior = load_posterior(arguments.posterior, model)
     known, labels = posterior.columns, posterior.likelihood.has_logits
-    data = make_reader(arguments, model, labels=labels, columns=known).read(arguments.data)
+    data = arguments.make_reader(model, labels=labels, columns=known).read(arguments.data)
     report = posterior.report(
         data.batches, arguments.out, title=arguments.title or f"Error bars of {arguments.model}",
-        level=arguments.level, seed=arguments.seed, target_key=target_key(arguments, known),
+        level=arguments.level, seed=arguments.seed, target_key=arguments.target_key(known),
         command=shlex.join(["lapwing", *arguments.words]),
     )  # fmt: skip
     facts = {"data": data.facts, "seed": arguments.seed, "verdict": report.verdict, "report": report.numbers}
@@ -405,7 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if any("\0" in word for word in words):
         return _print_failure("an argument has a NUL character, which no path or name has; leave it out.", FAILED)
-    arguments = _parser().parse_args(words, Namespace(words=words))
+    arguments = _parser().parse_args(words, Arguments(words=words))
     try:
         with working_folder_first(), redirect_stdout(sys.stderr), warnings_in_a_line(), progress_in_lines():
             outcome = COMMANDS[arguments.command].run(arguments)

@@ -104,10 +104,6 @@ class Table:
     def __len__(self) -> int:
         return -(-self.rows // self.form.size)
 
-    def first_inputs(self, rows: int) -> Tensor:
-        """Return the inputs of the first rows."""
-        return self._inputs(next(self.source.blocks(rows)), 1)
-
     @property
     def rows(self) -> int:
         """The number of rows."""
@@ -137,29 +133,27 @@ class Table:
         return f"{self.source.path}: {self.rows} rows, {width}{target}{f' ({classes})' if classes else ''}"
 
     def _inputs(self, block: Block, row: int) -> Tensor:
-        columns = [self._numbers(block, name) for name in self.inputs]
-        whole = self.form.keeps_whole and not any(column.is_floating_point() for column in columns)
-        columns = [column.long() if whole else column.to(self.form.dtype) for column in columns]
-        for name, column in zip(self.inputs, columns, strict=True):
-            self._refuse_not_finite(column, name, row)
+        columns = self._columns(block, self.inputs, row, self.form.keeps_whole)
         return torch.stack(columns, 1) if self.source.has_columns else columns[0]
 
     def _targets(self, block: Block, row: int) -> Tensor:
         first = block[self.targets[0]]
         if len(self.targets) == 1 and isinstance(first, list):
             return self._class_numbers(first, row)
-        columns = [self._numbers(block, name) for name in self.targets]
-        whole = len(columns) == 1 and self._is_whole(columns[0])
-        columns = [column.long() if whole else column.to(self.form.dtype) for column in columns]
-        for name, column in zip(self.targets, columns, strict=True):
-            self._refuse_not_finite(column, name, row)
+        columns = self._columns(block, self.targets, row, len(self.targets) == 1, self.form.labels)
         return columns[0] if len(columns) == 1 else torch.stack(columns, 1)
 
-    def _is_whole(self, column: Tensor) -> bool:
-        """Return whether a target is given as int64: its dtype is whole, or its values are and are labels."""
-        if not column.is_floating_point():
-            return True
-        return self.form.labels and bool((column == column.round()).all())
+    def _columns(
+        self, block: Block, names: tuple[str, ...], row: int, may_be_whole: bool, labels: bool = False
+    ) -> list[Tensor]:
+        """Return columns of numbers: as int64 if they may be whole and all are, by dtype or as labels by value."""
+        columns = [self._numbers(block, name) for name in names]
+        is_whole = lambda column: not column.is_floating_point() or (labels and bool((column == column.round()).all()))
+        whole = may_be_whole and all(map(is_whole, columns))
+        columns = [column.long() if whole else column.to(self.form.dtype) for column in columns]
+        for name, column in zip(names, columns, strict=True):
+            self._refuse_not_finite(column, name, row)
+        return columns
 
     def _numbers(self, block: Block, name: str) -> Tensor:
         column = block[name]
@@ -288,7 +282,7 @@ class Reader:
 
     def _refuse_unfit(self, table: Table) -> None:
         """Raise unless the network takes the first rows, and has an output for each class that is a text."""
-        first = table.first_inputs(PROBED)
+        first = table._inputs(next(table.source.blocks(PROBED)), 1)
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         try:
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What several commands share: options, what they stand for, posteriors to compare, and the outcome of a command."""
+"""What several commands share: options, the arguments that they give and what these stand for, and the outcome."""
 
 from __future__ import annotations
 
@@ -164,28 +164,9 @@ def data_options(what: str) -> tuple[Option, ...]:
     )  # fmt: skip
 
 
-def subset_of(arguments: Namespace) -> Weights:
-    """Return the rule that the option stands for."""
-    if arguments.subset not in WEIGHTS:
-        return named(arguments.subset)
-    rule: Weights = find_weights(arguments.subset)
-    return rule
-
-
 COLUMNS = ("inputs", "target", "drop", "classes")  # options that name the parts of the data, as ``Roles`` has them
 NO_COLUMNS: Mapping[str, tuple[str, ...]] = {}
 T = TypeVar("T")
-
-
-def device_of(arguments: Namespace) -> torch.device:
-    """Return the device; raise if this machine does not have it."""
-    try:
-        return usable_device(arguments.device)
-    except UnsupportedError as error:
-        raise UnsupportedError(
-            f"--device is {arguments.device!r}, which this machine does not have; expected one that it has, such as "
-            "--device cpu."
-        ) from error
 
 
 def seed_all(seed: int) -> torch.Generator:
@@ -193,88 +174,6 @@ def seed_all(seed: int) -> torch.Generator:
     random.seed(seed)
     torch.manual_seed(seed)
     return torch.Generator().manual_seed(seed)
-
-
-def load_model(arguments: Namespace, trained: bool = True) -> nn.Module:
-    """Return the model of a command with one model."""
-    return import_model(arguments.model, arguments.weights, device_of(arguments), trained)
-
-
-def make_reader(
-    arguments: Namespace, model: nn.Module, labelled: bool = True, labels: bool = True, kept: tuple[str, ...] = (),
-    columns: Mapping[str, tuple[str, ...]] = NO_COLUMNS,
-) -> Reader:  # fmt: skip
-    """Return the reader of the data of a command; columns that are kept for the output are not inputs.
-
-    ``columns`` are those of a posterior: names that the fit was given, which hold where no option says otherwise.
-    """
-    roles = Roles(arguments.inputs, arguments.target, (*arguments.drop, *kept), arguments.classes)
-    known = Roles(*((() if vars(arguments)[option] else columns.get(option, ())) for option in COLUMNS))
-    return Reader(model, roles, arguments.batch_size, labelled, labels, known)
-
-
-def columns_of_fit(arguments: Namespace, classes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Return the names that later commands need, for the file of the posterior."""
-    given = {option: vars(arguments)[option] for option in COLUMNS}
-    return {option: names for option, names in {**given, "classes": classes}.items() if names}
-
-
-def target_key(arguments: Namespace, columns: Mapping[str, tuple[str, ...]] = NO_COLUMNS) -> str | None:
-    """Return the key of the target in batches of the user that are mappings."""
-    target = arguments.target or columns.get("target", ())
-    return target[0] if target and ":" in arguments.data else None
-
-
-def refuse_output(arguments: Namespace, suffixes: tuple[str, ...] = ()) -> None:
-    """Raise before any work if the file could not be written, or if the command reads it.
-
-    Raises:
-        FileError: If it exists and may not be replaced, its folder does not exist or is read-only, or it is one of the
-            files that the command reads, under whatever name.
-        UnsupportedError: If its name does not end in one of the suffixes.
-    """
-    path, overwrite = arguments.out, arguments.overwrite
-    if suffixes and path.suffix.lower() not in suffixes:
-        raise UnsupportedError(f"--out is {str(path)!r}; expected a name that ends in {' or '.join(suffixes)}.")
-    folder = path.parent
-    if not folder.is_dir():
-        raise FileError(f"{path} cannot be written: there is no folder {folder}. Make it first, or change --out.")
-    if path.is_dir():
-        raise FileError(f"{path} is a folder; expected the name of a file. Change --out.")
-    for option, read in _files_read(arguments):
-        if path.exists() and read.exists() and path.samefile(read):  # through links and other spellings
-            raise FileError(f"--out is {path}, which is the file of {option} {read}; expected another. Change --out.")
-    if path.exists() and not overwrite:
-        raise FileError(f"{path} exists; expected a new name. Change --out, or replace it by --overwrite.")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise FileError(f"{path} may not be written to. Change its permissions, or --out.")
-
-
-def _files_read(arguments: Namespace) -> Iterator[tuple[str, Path]]:
-    """Yield the files that the command may read, each with its option."""
-    module = arguments.model.partition(":")[0]
-    if module:
-        yield "MODEL", Path(*module.split(".")).with_suffix(".py")
-    for option in ("weights", "posterior", "data", "validation"):
-        given = vars(arguments).get(option)
-        if given is not None:
-            yield f"--{option}", Path(given)
-
-
-def load_posteriors(arguments: Namespace) -> dict[str, Fitted]:
-    """Return the posteriors by name. Those with the same model and weights share one network.
-
-    Raises:
-        UnsupportedError: If the numbers of models, weights and posteriors do not match.
-    """
-    files, device = arguments.posterior, device_of(arguments)
-    paths = _each("MODEL", arguments.models, len(files))
-    weights = _each("--weights", arguments.weights or [None], len(files))
-    pairs = list(zip(paths, weights, strict=True))
-    models = {pair: import_model(*pair, device) for pair in dict.fromkeys(pairs)}
-    return {
-        name: load_posterior(file, models[pair]) for name, file, pair in zip(names_of(files), files, pairs, strict=True)
-    }
 
 
 def names_of(files: Sequence[Path]) -> list[str]:
@@ -301,3 +200,100 @@ def _each(option: str, values: Sequence[T], count: int) -> Sequence[T]:
             f"order, or one {option} for all."
         )
     return list(values) * count if len(values) == 1 else values
+
+
+class Arguments(Namespace):
+    """The words of a command as they were read, and what they stand for."""
+
+    def chosen_weights(self) -> Weights:
+        """Return the rule for the weights."""
+        if self.subset not in WEIGHTS:
+            return named(self.subset)
+        rule: Weights = find_weights(self.subset)
+        return rule
+
+    def _device(self) -> torch.device:
+        """Return the device; raise if this machine does not have it."""
+        try:
+            return usable_device(self.device)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"--device is {self.device!r}, which this machine does not have; expected one that it has, such as "
+                "--device cpu."
+            ) from error
+
+    def load_model(self, trained: bool = True) -> nn.Module:
+        """Return the model of a command with one model."""
+        return import_model(self.model, self.weights, self._device(), trained)
+
+    def make_reader(
+        self, model: nn.Module, labelled: bool = True, labels: bool = True, kept: tuple[str, ...] = (),
+        columns: Mapping[str, tuple[str, ...]] = NO_COLUMNS,
+    ) -> Reader:  # fmt: skip
+        """Return the reader of the data of a command; columns that are kept for the output are not inputs.
+
+        ``columns`` are those of a posterior: names that the fit was given, which hold where no option says otherwise.
+        """
+        roles = Roles(self.inputs, self.target, (*self.drop, *kept), self.classes)
+        known = Roles(*((() if vars(self)[option] else columns.get(option, ())) for option in COLUMNS))
+        return Reader(model, roles, self.batch_size, labelled, labels, known)
+
+    def columns_of_fit(self, classes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        """Return the names that later commands need, for the file of the posterior."""
+        given = {option: vars(self)[option] for option in COLUMNS}
+        return {option: names for option, names in {**given, "classes": classes}.items() if names}
+
+    def target_key(self, columns: Mapping[str, tuple[str, ...]] = NO_COLUMNS) -> str | None:
+        """Return the key of the target in batches of the user that are mappings."""
+        target = self.target or columns.get("target", ())
+        return target[0] if target and ":" in self.data else None
+
+    def refuse_output(self, suffixes: tuple[str, ...] = ()) -> None:
+        """Raise before any work if the file could not be written, or if the command reads it.
+
+        Raises:
+            FileError: If it exists and may not be replaced, its folder does not exist or is read-only, or it is one of
+                the files that the command reads, under whatever name.
+            UnsupportedError: If its name does not end in one of the suffixes.
+        """
+        path, overwrite = self.out, self.overwrite
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise UnsupportedError(f"--out is {str(path)!r}; expected a name that ends in {' or '.join(suffixes)}.")
+        folder = path.parent
+        if not folder.is_dir():
+            raise FileError(f"{path} cannot be written: there is no folder {folder}. Make it first, or change --out.")
+        if path.is_dir():
+            raise FileError(f"{path} is a folder; expected the name of a file. Change --out.")
+        for option, read in self._files_read():
+            if path.exists() and read.exists() and path.samefile(read):  # through links and other spellings
+                raise FileError(
+                    f"--out is {path}, which is the file of {option} {read}; expected another. Change --out."
+                )
+        if path.exists() and not overwrite:
+            raise FileError(f"{path} exists; expected a new name. Change --out, or replace it by --overwrite.")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise FileError(f"{path} may not be written to. Change its permissions, or --out.")
+
+    def _files_read(self) -> Iterator[tuple[str, Path]]:
+        """Yield the files that the command may read, each with its option."""
+        module = self.model.partition(":")[0]
+        if module:
+            yield "MODEL", Path(*module.split(".")).with_suffix(".py")
+        for option in ("weights", "posterior", "data", "validation"):
+            given = vars(self).get(option)
+            if given is not None:
+                yield f"--{option}", Path(given)
+
+    def load_posteriors(self) -> dict[str, Fitted]:
+        """Return the posteriors by name. Those with the same model and weights share one network.
+
+        Raises:
+            UnsupportedError: If the numbers of models, weights and posteriors do not match.
+        """
+        files, device = self.posterior, self._device()
+        paths = _each("MODEL", self.models, len(files))
+        weights = _each("--weights", self.weights or [None], len(files))
+        pairs = list(zip(paths, weights, strict=True))
+        models = {pair: import_model(*pair, device) for pair in dict.fromkeys(pairs)}
+        named_files = zip(names_of(files), files, pairs, strict=True)
+        return {name: load_posterior(file, models[pair]) for name, file, pair in named_files}
