@@ -323,10 +323,8 @@ def likelihood_for(given: Likelihood | str, network: Network, batch: Batch, f: T
     likelihood: Likelihood = find_likelihood("binary" if is_binary else given)
     likelihood.check_outputs(f.flatten(0, 1) if network.image else f)  # the channels of images are known
     likelihood.check_last(network.last_operation)
-    own = (
-        None if network.output else loss_of_model(network.replica, batch, network.plain_kernels)
-    )  # it may be of another output
-    if own is not None:
+    own = None if network.output else loss_of_model(network.replica, batch, network.plain_kernels)
+    if own is not None:  # with a chosen output its loss may be that of another
         likelihood.check_loss(f, network.arrange_targets(batch).targets, own)
     return likelihood
 
@@ -476,7 +474,6 @@ STEPS: tuple[Callable[[FitInProgress], None], ...] = (
 def choose_by_cost(auto: Auto, problem: Problem, data: Data) -> tuple[Method, str]:
     """Return the method that ``Auto`` chooses, and the reason for it."""
     network, selection = problem.network, problem.network.selection
-    auto = replace(auto, gpu=auto.gpu or network.device.type == "cuda")
     rows, few = 0, None
     for batch in data.batches("counting", weighted=True):
         few = network.take(batch.inputs, slice(0, SIZE_SAMPLES)) if few is None else few
@@ -485,7 +482,9 @@ def choose_by_cost(auto: Auto, problem: Problem, data: Data) -> tuple[Method, st
     rows, few = sum(data.processes.gather_numbers(rows)), data.processes.first_available(few)
     workload = workload_of(network, few, max(1, rows // torch.Size(network.output_shape).numel()))
     classes = problem.likelihood.has_logits
-    choice = auto.choose(selection.size, rows, workload.single, problem.learn_prior, workload, classes)
+    choice = auto.on(network.device).choose(
+        selection.size, rows, workload.single, problem.learn_prior, workload, classes
+    )
     return choice.method, choice.why
 
 

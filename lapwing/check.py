@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -205,18 +205,15 @@ def check(
         for name in (type(METHODS[name]()).__name__ for name in to_time):
             if name in costs:
                 costs[name] = trials.with_times(methods[name], costs[name])
+    auto = (Auto() if auto is None else auto).on(device)
+    choice = auto.choose(  # as ``fit`` does for these data, if the prior precision is to be learned
+        workload.weights, workload.rows, workload.single, True, workload, problem.likelihood.has_logits
+    )
     return CheckReport(
         workload.weights, _outputs(network), str(network.dtype).removeprefix("torch."), tuple(layers), costs,
-        recommend(workload, device, Auto() if auto is None else auto, problem.likelihood.has_logits), workload,
-        scale_free_groups(network, inputs), network.count(inputs),
+        choice, workload, scale_free_groups(network, inputs), network.count(inputs),
         tuple(name for name in methods if name not in costs), bool(to_time),
     )  # fmt: skip
-
-
-def recommend(workload: Workload, device: torch.device, auto: Auto, classes: bool) -> Choice:
-    """Return what ``fit(..., method=auto)`` chooses for these data, if the prior precision is to be learned."""
-    auto = replace(auto, gpu=auto.gpu or device.type == "cuda")
-    return auto.choose(workload.weights, workload.rows, workload.single, True, workload, classes)
 
 
 def _outputs(network: Network) -> tuple[int, ...]:

@@ -114,9 +114,8 @@ class DataSummary:
         if data.in_memory:
             return first
         second = cls._pass(data)
-        return cls(
-            *(_without_unsteady_sums(*pair) for pair in ((first.rows, second.rows), (first.targets, second.targets)))
-        )
+        pairs = ((first.rows, second.rows), (first.targets, second.targets))
+        return cls(*(Reading(a.rows) if b.difference(a) else a for a, b in pairs))  # without sums that changed
 
     @classmethod
     def _pass(cls, data: Data) -> DataSummary:
@@ -150,11 +149,6 @@ class DataSummary:
             if now.sums is not None and then.sums is not None and (now.widths != then.widths or now.difference(then)):
                 return f"other {name}"
         return ""
-
-
-def _without_unsteady_sums(first: Reading, second: Reading) -> Reading:
-    """Return what two passes gave, without sums if these differ."""
-    return Reading(first.rows, None) if second.difference(first) else first
 
 
 def _refuse_other_call(folder: Path, recipe: Recipe, likelihood: Likelihood, data: DataSummary) -> None:

@@ -103,8 +103,7 @@ def first_samples(network: Network, batch: Batch, count: int) -> Batch:
     """Return the batch with at most so many samples."""
     if batch.n_samples <= count:
         return batch
-    rows = slice(0, count)
-    return Batch(network.take(batch.inputs, rows), batch.targets[rows], batch.key, batch.weights_of(rows))
+    return batch.take(network.per_sample(batch.inputs), slice(0, count))
 
 
 def check_targets(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -89,6 +89,10 @@ class Auto(HasSettings):
     seconds: float = setting(60.0, LIMIT)
     num_samples: int = setting(64, integer())
     gpu: bool = setting(False, FLAG)
+
+    def on(self, device: torch.device) -> Auto:
+        """Return the choice for a model on this device."""
+        return replace(self, gpu=self.gpu or device.type == "cuda")
 
     def choose(
         self, weights: int, rows: int, single: bool = False, tuned: bool = False, workload: Workload | None = None,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -266,11 +266,8 @@ def _refuse_dependent(
     """Raise if the gradient of an output of one half of the batch is not zero in rows of the other half."""
     try:
         crossed = _depends_on_other_half(model, inputs, per_sample, batch, plain_kernels)
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # no gradient in the inputs: runs of parts must do
-        return
+    except (RuntimeError, NotImplementedError):
+        return  # no gradient in the inputs: runs of parts must do
     names = _names(inputs, crossed)
     if names and sum(crossed) < sum(per_sample):  # all tensors: the model itself mixes samples, refused elsewhere
         raise DataError(
@@ -363,12 +360,7 @@ def refuse_other_parameters(selection: Selection, layout: Layout, model: nn.Modu
 
 
 def footprint(
-    layout: Layout,
-    graph: Graph,
-    raw: Tensor,
-    outputs: int,
-    recurrent: bool,
-    counts: Mapping[str, int] | None = None,
+    layout: Layout, graph: Graph, raw: Tensor, outputs: int, recurrent: bool, counts: Mapping[str, int] | None = None
 ) -> Footprint:
     """Return the memory of one sample, measured on the graph of a batch with this many outputs for each sample.
 
@@ -397,11 +389,6 @@ def footprint(
     return Footprint(max(width, outputs), patches, opaque + largest, computed // batch, max(live, outputs))
 
 
-def widest_result(graph: Graph, batch: int) -> int:
-    """Return how many numbers the largest result of an operation has, for each sample."""
-    return max(map(output_numbers, _result_nodes(graph)), default=0) // batch
-
-
 def _result_nodes(graph: Graph) -> Iterator[Node]:
     """Yield the nodes whose output is a result of its own: no parameter, and no view of another result."""
     return (
@@ -416,18 +403,9 @@ def _gradient_numbers(uses: Iterable[Use]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Examined:
-    """Facts about a model, as ``Network`` has them, and what the batch showed on the way."""
+    """Facts about a model, and what the batch showed on the way."""
 
-    selection: Selection
-    layout: Layout
-    output_shape: tuple[int, ...]
-    footprint: Footprint
-    forward_mode: bool
-    recurrent: bool
-    normalised: bool
-    last_operation: str
-    head: str
-    image: tuple[int, ...]
+    facts: dict[str, Any]  # the fields of a ``Network``, by name
     rows: SampleRows
     replica: Replica
     sizes: dict[object, tuple[int, ...]]  # of the outputs, by the shapes of the inputs
@@ -454,7 +432,7 @@ def examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path) ->
         with select_kernels(plain_kernels):
             selection = without_unused(selection, raw, tensors)
     per_sample = rows.per_sample(inputs, len(raw))
-    widest = widest_result(graph, len(raw))
+    widest = max(map(output_numbers, _result_nodes(graph)), default=0) // len(raw)  # of one sample
     if len(needed) < len(tensors):  # layers before them are not in the graph
         widest = max(widest, _widest_of_all(replica, take(inputs, per_sample, slice(0, 2)), plain_kernels))
     if selection.names != needed:
@@ -464,11 +442,14 @@ def examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path) ->
     layout = arrange_blocks(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
     sizes = replace(footprint(layout, graph, raw, f[0].numel(), recurrent, selection.counts), widest=widest)
     head = find_head(graph, layout)
-    return Examined(
-        selection, layout, tuple(f.shape[1:]), sizes, not recurrent and not forward_differs(graph), recurrent,
-        _is_normalised(model, graph), graph.last, "" if head is None else head.use.name, image, rows, replica,
-        {shapes_of_sample(inputs, per_sample): image or (f.shape[1],)} if f.ndim == 3 else {},
-    )  # fmt: skip
+    facts = {
+        "selection": selection, "layout": layout, "output_shape": tuple(f.shape[1:]), "footprint": sizes,
+        "forward_mode": not recurrent and not forward_differs(graph), "recurrent": recurrent,
+        "normalised": _is_normalised(model, graph), "last_operation": graph.last,
+        "head": "" if head is None else head.use.name, "image": image,
+    }  # fmt: skip
+    sample = shapes_of_sample(inputs, per_sample)
+    return Examined(facts, rows, replica, {sample: image or (f.shape[1],)} if f.ndim == 3 else {})
 
 
 def _with_several_samples(inputs: Inputs, replica: Replica, plain_kernels: bool) -> tuple[Inputs, SampleRows, bool]:

@@ -363,10 +363,9 @@ Layout = tuple[Block, ...]
 
 def arrange_blocks(graph: Graph, patterns: Patterns, shapes: Mapping[str, Shape]) -> Layout:
     """Return the blocks of all parameters: which of them go together, and the kind of each block."""
-    uses_of: dict[str, list[Use]] = {name: [] for name in shapes}
+    uses_of = {name: graph.uses_of.get(name, []) for name in shapes}
     without_rule = dict(graph.unread)
     for use in graph.uses:
-        uses_of[use.name].append(use)
         if patterns[use.node] is None:
             without_rule.setdefault(use.name, "rows shared by the whole batch")
     biases = _biases_to_join(graph, uses_of, without_rule, shapes)

@@ -106,20 +106,6 @@ def plain_passes(network: Network, inputs: Inputs, names: tuple[str, ...]) -> It
 MAX_FOOTPRINT = 2**40  # of the numbers of a footprint
 
 
-def network_state(network: Network) -> State:
-    """Return what a file needs, besides the model, to build the network again."""
-    settings = {
-        "names": network.selection.names, "shapes": network.selection.shapes,
-        "layout": [asdict(block) for block in network.layout], "footprint": network.footprint.numbers,
-        "output_shape": network.output_shape, "forward_mode": network.forward_mode, "recurrent": network.recurrent,
-        "normalised": network.normalised, "private": network.private, "known": dict(network.known),
-        **{name: value for name in ("image", "output", "head") if (value := getattr(network, name))},
-    }  # fmt: skip
-    tensors = {"index": network.selection.index, "shift": network.shift}
-    parts = {} if network.probe_with_outputs is None else {"probe": network.probe_with_outputs.state()}
-    return State("Network", settings, {name: t for name, t in tensors.items() if t is not None}, parts)
-
-
 def read_facts(state: State, model: nn.Module) -> tuple[dict[str, Any], Tensor | None]:
     """Return the fields of the network of this model, and its shift; raise ``FileError`` if they do not fit it."""
     sizes, most = ListOf(Whole()), Whole(0, MAX_FOOTPRINT)
@@ -191,12 +177,8 @@ class Network:
         refuse_scripted(model)
         refuse_unusable_parameters(model)
         seen = examine(model, inputs, all_weights if weights is None else weights, output)
-        refuse_unusable_parameters(model, seen.selection.names)
-        network = cls(
-            model, seen.selection, seen.layout, seen.output_shape, seen.footprint, seen.forward_mode, seen.recurrent,
-            seen.normalised, None, seen.replica.private, seen.rows.known, seen.last_operation, seen.head, seen.image,
-            output,
-        )  # fmt: skip
+        refuse_unusable_parameters(model, seen.facts["selection"].names)
+        network = cls(model, **seen.facts, private=seen.replica.private, known=seen.rows.known, output=output)
         network._memory.replica = seen.replica
         network._memory.sizes.update(seen.sizes)
         flags = network._memory.rows.per_sample(inputs, network.count(inputs))
@@ -205,7 +187,16 @@ class Network:
 
     def state(self) -> State:
         """Return what a file needs, besides the model, to build the network again."""
-        return network_state(self)
+        settings = {
+            "names": self.selection.names, "shapes": self.selection.shapes,
+            "layout": [asdict(block) for block in self.layout], "footprint": self.footprint.numbers,
+            "output_shape": self.output_shape, "forward_mode": self.forward_mode, "recurrent": self.recurrent,
+            "normalised": self.normalised, "private": self.private, "known": dict(self.known),
+            **{name: value for name in ("image", "output", "head") if (value := vars(self)[name])},
+        }  # fmt: skip
+        tensors = {"index": self.selection.index, "shift": self.shift}
+        parts = {} if self.probe_with_outputs is None else {"probe": self.probe_with_outputs.state()}
+        return State("Network", settings, {name: t for name, t in tensors.items() if t is not None}, parts)
 
     @classmethod
     def from_state(cls, state: State, model: nn.Module) -> Network:
@@ -430,11 +421,7 @@ class Network:
         return Tangent(self._of_shape(tuple(f.shape[1:])), inputs, raw, graph, differentiable)
 
     def tangents(
-        self,
-        inputs: Inputs,
-        seeds: int | None = None,
-        most: int | None = None,
-        chosen: ChosenOutputs | None = None,
+        self, inputs: Inputs, seeds: int | None = None, most: int | None = None, chosen: ChosenOutputs | None = None
     ) -> Iterator[tuple[slice, Tangent]]:
         """Yield the batch linearised in chunks that fit the byte budget, of at most ``most`` samples each.
 

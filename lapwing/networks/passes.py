@@ -174,9 +174,8 @@ def forward_products(network: Network, inputs: Inputs, v: Tensor) -> tuple[Tenso
 
 def _push_chunk(network: Network, inputs: Inputs, tangents: dict[str, Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
     if not wants_slopes(inputs):
-        with contextlib.suppress(
-            NotImplementedError
-        ):  # an operation with neither a forward rule nor a second derivative
+        # Not where an operation has neither a forward rule nor a second derivative.
+        with contextlib.suppress(NotImplementedError):
             return push_forward(network.replica, inputs, tangents, network.forward_mode, network.plain_kernels)
     tangent = network.linearise(inputs)
     return tangent.network_output, _jvp(tangent, v)

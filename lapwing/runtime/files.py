@@ -165,9 +165,7 @@ def _chunks(header: bytes, tensors: list[Tensor]) -> Iterator[bytes | memoryview
 def _bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU, without a copy."""
     size = tensor.numel() * tensor.element_size()
-    return (
-        memoryview((ctypes.c_char * size).from_address(tensor.data_ptr() if size else 0)) if size else memoryview(b"")
-    )
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b"")
 
 
 def _flatten(state: State, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -80,11 +80,7 @@ def _without_warnings() -> Iterator[None]:
 
 @contextmanager
 def _own_kernels() -> Iterator[None]:
-    with (
-        _without_warnings(),
-        torch.backends.mkldnn.flags(enabled=False),
-        torch.backends.cudnn.flags(enabled=False),
-    ):
+    with _without_warnings(), torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
         yield
 
 
@@ -269,21 +265,17 @@ LOG = logging.getLogger("lapwing.progress")
 EVERY = 30.0  # seconds between two messages
 
 
-def _now() -> float:
-    return time.monotonic()
-
-
 @dataclass(eq=False)
 class _Whereabouts:
     """The loops of a call that have no visible bar, and when they were last logged; mutable, one for each call."""
 
-    start: float = field(default_factory=_now)
-    last: float = field(default_factory=_now)
+    start: float = field(default_factory=lambda: time.monotonic())
+    last: float = field(default_factory=lambda: time.monotonic())
     running: list[ProgressBar[Any]] = field(default_factory=list)
 
     def log(self) -> None:
         """Log where the loops are if the last message is long ago."""
-        now = _now()
+        now = time.monotonic()
         if now - self.last >= EVERY:
             self.last = now
             LOG.info("%s, after %.0f s", "; ".join(bar.place for bar in self.running), now - self.start)

@@ -361,9 +361,8 @@ class SampleEM(TunerWithSettings):
                 mode = solver(current.problem, theta)
                 theta, loss = mode.theta, mode.loss
             prior = current.problem.prior
-            gammas = torch.stack(
-                [prior.sum_groups(row.to(prior.values)) for row in current.gamma_samples()]
-            )  # (K, groups)
+            each = (row.to(prior.values) for row in current.gamma_samples())
+            gammas = torch.stack([prior.sum_groups(row) for row in each])  # (K, groups)
             updated = self._update(current, gammas.mean(0), theta, float(loss))
             change = _largest_change(current.problem, updated.problem)
             steps.append(_trace_step(current.problem, gammas.sum(1, keepdim=True)))

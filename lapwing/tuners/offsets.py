@@ -230,10 +230,8 @@ def biases(held: HeldOutputs, likelihood: Likelihood) -> tuple[Bias, ...]:
         """Return by how much the log-odds of the mean probability are off, and which of them clearly."""
         p = logits.probabilities(none, heat)
         mean, error = (held.counts * p).sum(0) / count, (held.counts * p * (1 - p)).sum(0).sqrt() / count
-        odds, gap = (
-            torch.logit(mean, MIN_PROBABILITY) - torch.logit(frequency, MIN_PROBABILITY),
-            (mean - frequency).abs(),
-        )
+        odds = torch.logit(mean, MIN_PROBABILITY) - torch.logit(frequency, MIN_PROBABILITY)
+        gap = (mean - frequency).abs()
         return odds, (gap > error.clamp_min(MIN_PROBABILITY) * ERRORS) & (gap > GAP) & (odds.abs() > math.log(ODDS))
 
     gaps, clear = odds_at(0.0)
