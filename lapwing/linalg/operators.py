@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -234,9 +235,16 @@ class OperatorDesign(HasSettings):
 
 @dataclass(frozen=True, eq=False)
 class DerivedDesign:
-    """The members that a design made from another one has in common with it."""
+    """A design made from another one, part by part. Classes define ``derive``."""
 
     design: Design
+
+    def derive(self, part: DesignRows, rows: slice) -> DesignRows:
+        """Return the part made from one of the other design, which has these of its rows."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[DesignRows]:
+        return itertools.starmap(self.derive, parts_with_rows(self.design))
 
     @property
     def size(self) -> int:
@@ -261,10 +269,7 @@ class ScaledDesign(DerivedDesign):
 
     factor: Tensor
 
-    def __iter__(self) -> Iterator[DesignRows]:
-        return (self._scale_part(part) for part in self.design)
-
-    def _scale_part(self, part: DesignRows) -> DesignRows:
+    def derive(self, part: DesignRows, rows: slice) -> DesignRows:
         return OperatorPart(part.rows, lambda v: part.forward(v * self.factor), lambda u: part.back(u) * self.factor)
 
 
@@ -274,15 +279,12 @@ class DeflatedDesign(DerivedDesign):
 
     vectors: Tensor
 
-    def __iter__(self) -> Iterator[DesignRows]:
-        return (self._deflate_part(part) for part in self.design)
-
     def outside(self, v: Tensor) -> Tensor:
         """Return the part of v (n, P) that is orthogonal to U, in float64."""
         v = v.double()
         return v - (v @ self.vectors.mT) @ self.vectors
 
-    def _deflate_part(self, part: DesignRows) -> DesignRows:
+    def derive(self, part: DesignRows, rows: slice) -> DesignRows:
         return OperatorPart(part.rows, part.forward, lambda u: self.outside(part.back(u)))
 
 

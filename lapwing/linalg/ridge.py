@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -35,7 +35,6 @@ from lapwing.linalg.operators import (
     Solution,
     back_product,
     gram_product,
-    parts_with_rows,
 )
 from lapwing.linalg.stochastic import Perturbed
 from lapwing.runtime.settings import describe, describe_kind, integer, is_real
@@ -201,20 +200,17 @@ class WhitenedDesign(DerivedDesign):
     def size(self) -> int:
         return self.design.size if self.prior is None else self.prior.size
 
-    def __iter__(self) -> Iterator[DesignRows]:
-        for part, rows in parts_with_rows(self.design):
-            yield self._whiten_part(part, slice(rows.start // self.outputs, rows.stop // self.outputs))
-
-    def _whiten_part(self, part: DesignRows, data: slice) -> DesignRows:
+    def derive(self, part: DesignRows, rows: slice) -> DesignRows:
         prior, noise = self.prior, self.noise
+        data = slice(rows.start // self.outputs, rows.stop // self.outputs)
 
         def forward(v: Tensor) -> Tensor:
             outputs = part.forward(v if prior is None else prior.forward(v.to(prior.like)))
             return outputs if noise is None else noise.whiten(outputs, data)
 
         def back(u: Tensor) -> Tensor:
-            rows = part.back(u if noise is None else noise.whiten_transposed(u, data))
-            return rows if prior is None else prior.back(rows.to(prior.like))
+            weights = part.back(u if noise is None else noise.whiten_transposed(u, data))
+            return weights if prior is None else prior.back(weights.to(prior.like))
 
         return OperatorPart(part.rows, forward, back)
 
@@ -243,10 +239,7 @@ class SharedDesign(DerivedDesign):
     def rows(self) -> int:
         return self.outputs * self.design.rows
 
-    def __iter__(self) -> Iterator[DesignRows]:
-        return (self._share_part(part) for part in self.design)
-
-    def _share_part(self, part: DesignRows) -> DesignRows:
+    def derive(self, part: DesignRows, rows: slice) -> DesignRows:
         def forward(v: Tensor) -> Tensor:
             images = part.forward(v.reshape(len(v) * self.outputs, self.design.size))
             return images.reshape(len(v), self.outputs, part.rows).mT.flatten(1)
