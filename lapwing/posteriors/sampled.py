@@ -20,7 +20,7 @@ from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional, is_single_map, last_features, outputs_along, weight_slope
 from lapwing.networks.tangent import LayerJacobians
 from lapwing.posteriors.base import ALL, TRACE, Posterior, Trace
-from lapwing.posteriors.weight_space import Linearised, Mode
+from lapwing.posteriors.weight_space import AtCentre, Mode
 from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics
 from lapwing.runtime.settings import integer
@@ -254,7 +254,7 @@ class Solver:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class SampledPosterior(Linearised):
+class SampledPosterior(AtCentre):
     """K samples theta = w̃ + z_j with z_j ~ N(0, Λ⁻¹) of the full GGN, each the solution of one linear system.
 
     The noise of the samples is fixed, so they change smoothly with the prior and the noise variance, and so do the
@@ -378,17 +378,6 @@ class SampledPosterior(Linearised):
         with torch.no_grad():
             return self.solver.gamma(self.problem, self.samples)
 
-    @property
-    def loss(self) -> float:
-        """The loss at the centre, summed over the data, at unit dispersion."""
-        return self.statistics.loss if self.mode is None else self.mode.loss
-
-    def log_likelihood(self) -> Tensor:
-        """Return log p(D | theta) at the centre."""
-        phi, likelihood = self.problem.likelihood.dispersion.to(self.theta.device), self.problem.likelihood
-        normaliser = likelihood.log_normaliser(phi, self.statistics.outputs)
-        return -self.loss / phi - self.statistics.data * normaliser
-
     @outside_inference
     def log_evidence(self) -> Tensor:
         """Return the evidence of the full posterior, with an estimated log-determinant and error ``evidence_error``."""
@@ -401,11 +390,6 @@ class SampledPosterior(Linearised):
     @outside_inference
     def evidence_error(self) -> float:
         return 0.5 * float(self.solver.logdet(self.problem).error)
-
-    @property
-    def centre(self) -> Tensor:
-        """The weights at which the evidence is evaluated, (P,) in float64: w̃, or the tangent model's own optimum."""
-        return self.theta.double() if self.mode is None else self.mode.theta
 
     def state(self) -> State:
         solution, logdet = self.solution, self.solver.logdet(self.problem)

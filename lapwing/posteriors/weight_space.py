@@ -277,9 +277,40 @@ class Mode:
         return cls(theta, float(loss))
 
 
+class AtCentre(Linearised):
+    """A belief whose evidence is evaluated at w̃, or at the tangent model's own optimum if there is a ``mode``."""
+
+    mode: Mode | None
+
+    @property
+    def _phi(self) -> Tensor:
+        return self.problem.likelihood.dispersion.to(self.theta.device)
+
+    @property
+    def centre(self) -> Tensor:
+        """The weights at which the evidence is evaluated, (P,) in float64: w̃, or the tangent model's own optimum."""
+        return self.theta.double() if self.mode is None else self.mode.theta
+
+    @property
+    def loss(self) -> Tensor | float:
+        """The loss at the centre, summed over the data, at unit dispersion."""
+        if self.mode is not None:
+            return self.mode.loss
+        ratios = self.problem.likelihood.ratios
+        if self.statistics.losses and ratios is not None:
+            return (torch.tensor(self.statistics.losses, dtype=torch.float64, device=ratios.device) / ratios).sum()
+        return self.statistics.loss
+
+    def log_likelihood(self) -> Tensor:
+        """Return log p(D | theta) at the centre."""
+        phi = self._phi
+        normaliser = self.problem.likelihood.log_normaliser(phi, self.statistics.outputs)
+        return -self.loss / phi - self.statistics.data * normaliser
+
+
 @saved
 @dataclass(frozen=True, eq=False)
-class WeightPosterior(Linearised):
+class WeightPosterior(AtCentre):
     """theta ~ N(w̃, Λ⁻¹) with Λ = H/φ + A.
 
     ``curvature`` holds H at unit dispersion; prior and dispersion come from the problem, so that changing them
@@ -322,10 +353,6 @@ class WeightPosterior(Linearised):
     def current(self) -> Curvature:
         """The curvature under the present noise ratios; the same as ``curvature`` if all outputs share one noise."""
         return self.curvature.at(self.problem.likelihood.ratios)
-
-    @property
-    def _phi(self) -> Tensor:
-        return self.problem.likelihood.dispersion.to(self.theta.device)
 
     def with_problem(self, problem: Problem) -> WeightPosterior:
         """Return the same curvature under another prior or noise. The mode stays as it is."""
@@ -458,27 +485,6 @@ class WeightPosterior(Linearised):
             f"carries {most:.0g}. Error bars near the data may be wrong by more than 1 %. Use {wider}, scale the "
             "inputs to unit size, or raise the prior precision or the noise.",
         )
-
-    @property
-    def centre(self) -> Tensor:
-        """The weights at which the evidence is evaluated, (P,) in float64: w̃, or the tangent model's own optimum."""
-        return self.theta.double() if self.mode is None else self.mode.theta
-
-    @property
-    def loss(self) -> Tensor | float:
-        """The loss at the centre, summed over the data, at unit dispersion."""
-        if self.mode is not None:
-            return self.mode.loss
-        ratios = self.problem.likelihood.ratios
-        if self.statistics.losses and ratios is not None:
-            return (torch.tensor(self.statistics.losses, dtype=torch.float64, device=ratios.device) / ratios).sum()
-        return self.statistics.loss
-
-    def log_likelihood(self) -> Tensor:
-        """Return log p(D | theta) at the centre."""
-        phi = self._phi
-        normaliser = self.problem.likelihood.log_normaliser(phi, self.statistics.outputs)
-        return -self.loss / phi - self.statistics.data * normaliser
 
     def log_occam(self) -> Tensor:
         r"""Return the Occam factor, the cost of flexibility in the evidence. Never positive for a GGN.
