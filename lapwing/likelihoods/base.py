@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, wraps
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,14 @@ class Likelihood(HasSettings, Stored):
     other member has a default, that of a likelihood without a dispersion and without the capability. Their ``predict``
     gets beliefs with the outputs of a datum last; one about images (B, C, H, W) is brought into this form before.
     """
+
+    has_logits: ClassVar[bool] = False  # whether outputs are logits: around zero and of order one, whatever the targets
+    ignores_common_shift: ClassVar[bool] = False  # whether one number added to all outputs of an input changes nothing
+    has_tails: ClassVar[bool] = False  # whether predictions may have heavier tails than the normal distribution
+    link_temperature: float | None = None  # by which predictions divide the logits; None without logits
+    ratios: Tensor | None = None  # noise variance of each output over the dispersion, (C,); None if all have the same
+    degrees: float = math.inf  # of freedom of the tails; infinity for those of the normal distribution
+    tail_scale: float = 1.0  # of Student tails, as a multiple of the standard deviation of the noise
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
@@ -173,21 +181,6 @@ class Likelihood(HasSettings, Stored):
         """Raise ``UnsupportedError`` if a setting has no effect on the predictive, or leaves it without a gradient."""
         return
 
-    @property
-    def has_logits(self) -> bool:
-        """Whether the outputs are logits: around zero and of order one, whatever the targets."""
-        return False
-
-    @property
-    def ignores_common_shift(self) -> bool:
-        """Whether adding one number to all outputs of an input changes nothing, as with a softmax."""
-        return False
-
-    @property
-    def link_temperature(self) -> float | None:
-        """The number by which predictions divide the logits; None without logits."""
-        return None
-
     def with_link_temperature(self, temperature: float) -> Likelihood:
         """Return the likelihood with another link temperature, if it has one."""
         return self
@@ -212,11 +205,6 @@ class Likelihood(HasSettings, Stored):
         return None
 
     @property
-    def ratios(self) -> Tensor | None:
-        """The noise variance of each output over the dispersion, (C,); None if all outputs have the same."""
-        return None
-
-    @property
     def learns_ratios(self) -> bool:
         """Whether fitting may set the noise variance of each output by itself."""
         return False
@@ -233,21 +221,6 @@ class Likelihood(HasSettings, Stored):
     def prepared(self, mean_squared_residual: Tensor) -> Likelihood:
         """Return the likelihood with all that the curvature depends on, given the residual of each output (C,)."""
         return self
-
-    @property
-    def has_tails(self) -> bool:
-        """Whether predictions may have heavier tails than the normal distribution."""
-        return False
-
-    @property
-    def degrees(self) -> float:
-        """The degrees of freedom of the tails; infinity for those of the normal distribution."""
-        return math.inf
-
-    @property
-    def tail_scale(self) -> float:
-        """The scale of Student tails, as a multiple of the standard deviation of the noise."""
-        return 1.0
 
     @property
     def widening(self) -> float:
@@ -269,10 +242,7 @@ class LogitLikelihood(Likelihood):
     temperature: float | Tensor
     link_temperature: float
     link_offset: Numbers | None = None
-
-    @property
-    def has_logits(self) -> bool:
-        return True
+    has_logits: ClassVar[bool] = True
 
     @property
     def refused_last(self) -> Mapping[str, str]:

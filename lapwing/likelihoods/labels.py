@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -106,10 +106,7 @@ class Categorical(LogitLikelihood):
     shift: bool = setting(False, FLAG)
     class_dim: int | None = setting(None, CLASS_DIM)
     label_smoothing: float = setting(0.0, SMOOTHING, stored=Later(Admitted(SMOOTHING)))
-
-    @property
-    def ignores_common_shift(self) -> bool:
-        return True
+    ignores_common_shift: ClassVar[bool] = True
 
     def targets(self, f: Tensor, y: Tensor) -> Tensor:
         count = f.shape[-1]

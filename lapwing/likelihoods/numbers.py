@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class Gaussian(Likelihood):
     tail_scale: float = setting(1.0, NUMBER)
     phi: Tensor | None = setting(None, TENSOR_OR_NONE, stored=Array((), SMALLEST), stored_as="dispersion")
     ratios: Tensor | None = setting(None, TENSOR_OR_NONE, stored=Maybe(Array(("C",), SMALLEST)))
+    has_tails: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,10 +144,6 @@ class Gaussian(Likelihood):
 
     def with_tails(self, degrees: float, scale: float) -> Gaussian:
         return replace(self, degrees=degrees, tail_scale=scale)
-
-    @property
-    def has_tails(self) -> bool:
-        return True
 
     @property
     def widening(self) -> float:
