@@ -445,8 +445,12 @@ class FunctionGaussian:
             return replace(self, covariance=self._no_covariance())
         if isinstance(self.covariance, Tensor):
             return replace(self, covariance=factor * self.covariance)
-        parts = (lambda: factor * self.variance, lambda: factor * self.cov, lambda: factor * self.centred_variance)
-        return replace(self, covariance=Deferred(*parts))  # computed once, for however many factors
+        times = lambda t: factor * t
+        return replace(self, covariance=self._map(times, times))  # computed once, for however many factors
+
+    def _map(self, each: Callable[[Tensor], Tensor], blocks: Callable[[Tensor], Tensor]) -> Deferred:
+        """Return what ``each`` makes of variances and ``blocks`` of covariances, computed when they are needed."""
+        return Deferred(lambda: each(self.variance), lambda: blocks(self.cov), lambda: each(self.centred_variance))
 
     def _no_covariance(self) -> Tensor | Deferred:
         """Return a covariance of zeros, which has no graph."""
@@ -474,21 +478,13 @@ class FunctionGaussian:
         if self.joint:
             order = self.cov.permute(0, 2, 1, 3, 5, 4)
             return FunctionGaussian(mean, order.reshape(*mean.shape, *mean.shape), joint=True, outputs_dim=1)
-        deferred = Deferred(
-            lambda: form.outputs(self.variance),
-            lambda: form.blocks(self.cov),
-            lambda: form.outputs(self.centred_variance),
-        )
-        return FunctionGaussian(mean, deferred, outputs_dim=1)
+        return FunctionGaussian(mean, self._map(form.outputs, form.blocks), outputs_dim=1)
 
     @property
     def pixels(self) -> FunctionGaussian:
         """The belief about images (B, C, H, W) as one about each of their pixels (B, H W, C); never joint."""
         each = self.marginal
-        deferred = Deferred(
-            lambda: pixels(each.variance), lambda: each.cov.flatten(1, -3), lambda: pixels(each.centred_variance)
-        )
-        return FunctionGaussian(pixels(each.mean), deferred)
+        return FunctionGaussian(pixels(each.mean), each._map(pixels, lambda cov: cov.flatten(1, -3)))
 
     @property
     def std(self) -> Tensor:
