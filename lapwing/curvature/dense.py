@@ -490,6 +490,12 @@ class LowRankPrecision(Precision):
         return prior_variances - rows.square().sum(0)
 
 
+def isotropic_logdet(values: Tensor, phi: Tensor, prior: BoundPrior) -> Tensor:
+    """Return the log-determinant of H/φ + A for one prior precision, from the nonzero eigenvalues of H."""
+    alpha = prior.values.double()
+    return prior.selection.size * alpha.log() + torch.log1p(values / (phi.to(values) * alpha)).sum()
+
+
 @saved
 @dataclass(frozen=True, eq=False)
 class LowRankCurvature(Curvature):
@@ -523,8 +529,7 @@ class LowRankCurvature(Curvature):
         """Return the log-determinant of H/φ + A; for one precision from the eigenvalues alone."""
         if not prior.is_isotropic:
             return self.precision(phi, prior).logdet()
-        alpha, values = prior.values.double(), self.values.double()
-        return self.selection.size * alpha.log() + torch.log1p(values / (phi.to(values) * alpha)).sum()
+        return isotropic_logdet(self.values.double(), phi, prior)
 
     def diagonal(self) -> Tensor:
         diagonal = self.values @ self.vectors.square()

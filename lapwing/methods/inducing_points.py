@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from lapwing.curvature.base import Curvature, Precision, SquaredSum, Sweep, floor_by_layer
-from lapwing.curvature.dense import LowRankCurvature, LowRankPrecision, WeightRows
+from lapwing.curvature.dense import LowRankCurvature, LowRankPrecision, WeightRows, isotropic_logdet
 from lapwing.curvature.kronecker import prior_precision
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch, Inputs, check_finite
@@ -105,9 +105,8 @@ class AnchoredCurvature(Curvature):
             )
         phi = phi.to(self.mix)
         if prior.is_isotropic:  # from eigenvalues alone
-            alpha = prior.values.double()
-            anchored = self.selection.size * alpha.log() + torch.log1p(self.values / (phi * alpha)).sum()
-            missing = (self.ggn_diagonal.double().sum() - self.values.sum()) / (alpha * phi)
+            anchored = isotropic_logdet(self.values, phi, prior)
+            missing = (self.ggn_diagonal.double().sum() - self.values.sum()) / (prior.values.double() * phi)
         else:
             anchored = self.precision(phi, prior).logdet()
             missing = self.missing_trace(phi, prior).sum()
@@ -276,8 +275,7 @@ class SubspaceCurvature(Stored, Curvature):
         """Return log det(H/φ + A) with no curvature outside the directions; for one precision from eigenvalues."""
         if not prior.is_isotropic:
             return self.precision(phi, prior).logdet()
-        alpha = prior.values.double()
-        return self.selection.size * alpha.log() + torch.log1p(self._values / (phi.to(alpha) * alpha)).sum()
+        return isotropic_logdet(self._values, phi, prior)
 
     @cached_property
     def _values(self) -> Tensor:
