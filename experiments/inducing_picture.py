@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from lapwing.demo.result import TOTAL, Result, save, share_vertical_range
+from lapwing.demo.result import Result, save, share_vertical_range
 from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
+
+TOTAL = "#fddbb0"  # the colour of the uncertainty of the exact posterior
 
 
 def picture(result: Result, path: Path) -> None:

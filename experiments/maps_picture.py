@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.demo.result import EPISTEMIC, save
+from experiments.response_picture import EPISTEMIC
+from lapwing.demo.result import save
 from lapwing.plots import INK, PLAIN, POSTERIOR, new_figure
 
 CLASSES = (PLAIN, POSTERIOR, "#009e73")  # colours of the classes

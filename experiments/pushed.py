@@ -21,11 +21,10 @@ from experiments.image_task import Beliefs, Task, best_temperature, scaled, scor
 from experiments.minimum import minimised, rank_correlation
 from experiments.options import Progress, add_data_dir, add_quick, add_seeds, silent
 from experiments.pinned import PROBIT
-from experiments.repeats import mean_scores, spread_scores
+from experiments.repeats import best_seconds, mean_scores, spread_scores
 from lapwing import metrics
 from lapwing.data.batches import Data
 from lapwing.demo.result import ExperimentReport, Result, Row, plain
-from lapwing.demo.training import best_seconds
 from lapwing.methods.hfl import PushedWeights, ResponsePosterior, fit_scale, push_of_average, random_forces
 from lapwing.methods.hfl_response import Responder
 

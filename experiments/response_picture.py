@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from lapwing.demo.result import EPISTEMIC, Result, save
+from lapwing.demo.result import Result, save
 from lapwing.plots import INK, OTHER, PLAIN, POSTERIOR, new_figure
 
+EPISTEMIC = "#7fb8dc"  # the colour of the uncertainty of a function
 METHODS = (
     "full Hessian", "HFL, each point", "HFL, mean push", "HFL, absolute push, calibrated", "GGN", "ensemble of 5",
 )  # fmt: skip

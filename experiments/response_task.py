@@ -16,8 +16,8 @@ from experiments.engine.contract import Record
 from experiments.engine.seeds import parted, seed_units
 from experiments.minimum import minimised, squared_error
 from experiments.options import Progress
+from experiments.table_methods import NORMAL_95
 from lapwing import metrics
-from lapwing.demo.result import NORMAL_95
 from lapwing.demo.training import TrainingSettings, mlp
 from lapwing.methods.hfl import ResponsePosterior
 

@@ -18,10 +18,10 @@ from experiments.options import Progress
 from experiments.pinned import EVIDENCE
 from experiments.stacked import StackedTraining, trained_stack
 from lapwing import metrics
-from lapwing.demo.result import NORMAL_95
 from lapwing.demo.training import SplitTable
 from lapwing.errors import CalibrationWarning, DivergedError, LapwingError
 
+NORMAL_95 = 1.959964  # a normal variable is within this many standard deviations of its mean with probability 95 %
 JOINT = lw.tuners.MaximiseEvidence(noise=True)
 SHARE = 10  # the subnetwork is one weight of so many
 SLOW = ("ensemble", "SWAG", "HFL")

@@ -16,15 +16,14 @@ import lapwing as lw
 from experiments.data import data_folder
 from experiments.options import Progress, add_data_dir, chosen, positive, silent
 from experiments.pinned import EVIDENCE, as_fitted
-from experiments.repeats import mean_scores
+from experiments.repeats import best_seconds, mean_scores
 from lapwing.demo.result import ExperimentReport, Result, Row, plain
 from lapwing.demo.training import (
     Batches,
     SplitTable,
     TrainingSettings,
     batches,
-    best_seconds,
-    epoch_seconds,
+    loss_of,
     predict,
     scores,
     train_mlp,
@@ -129,6 +128,17 @@ def _mean_row(variant: str, rows: list[Row]) -> Row:
     comparable = ("NLL", "coverage 95 %", "fit / epoch")
     of_variant = [{name: row.scores[name] for name in comparable} for row in rows if row.name == variant]
     return Row(variant, mean_scores(of_variant), "mean")
+
+
+def epoch_seconds(model: nn.Module, data: Batches) -> float:
+    """Return the seconds of one epoch without the optimiser: forward and backward passes over the batches."""
+    loss, parameters = loss_of(data[0][1]), list(model.parameters())
+
+    def epoch() -> None:
+        for x, y in data:
+            torch.autograd.grad(loss(model(x), y), parameters)
+
+    return best_seconds(epoch)[0]
 
 
 def _split(path: Path, split: int, settings: Uci) -> dict[str, dict[str, float]]:

@@ -177,7 +177,8 @@ def crossfit(
         raise DataError("train_fn changed the data; expected it to leave them as they are, and to change a copy.")
     findings = split_findings(rows, splits)
     # Copies see their rows alone, and a quick recipe is tried with other rows; of others, held-out rows tell.
-    is_tried = train_fn is None or (seconds < QUICK * len(trainings) and trainer.is_alone)
+    is_alone = workers == 1 and folder is None and processes.is_single_process  # and keeps nothing
+    is_tried = train_fn is None or (seconds < QUICK * len(trainings) and is_alone)
     if is_tried and train_fn is not None:
         findings += recipe_findings(recipe, trainings[0], networks[0], networks[1] if model is None else model)
     own = fit(networks.pop(), data) if own is None else own
@@ -567,11 +568,9 @@ class Pool:
                 used = _without(k, len(self.own))
                 totals = torch.stack([self.counts[j] @ self.scores[j][:, rescalings] for j in used]).sum(0)
                 rescaled.append(scores[:, rescalings[int(totals.argmax())]])
-        others = {"plain network": torch.cat(self.own)[:, self.grid.unchanged]}
-        if len(rescalings) > 1:
-            name = "noise refitted" if self.grid.cells[0].likelihood.has_tails else "temperature scaling"
-            others[name] = torch.cat(rescaled)
-        return compare_held_out(torch.cat(mixed), others, torch.cat(self.counts), "out-of-fold")
+        best = torch.cat(rescaled) if len(rescalings) > 1 else None
+        counts = torch.cat(self.counts)
+        return compare_held_out(self.grid, torch.cat(mixed), torch.cat(self.own), best, counts, "out-of-fold")
 
 
 def _without(k: int | None, count: int) -> list[int]:

@@ -418,11 +418,6 @@ class Trainer:
     processes: Processes
     progress: bool
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether this process alone trains, and keeps nothing."""
-        return self.workers == 1 and self.folder is None and self.processes.is_single_process
-
     def run(self, trainings: Sequence[Training]) -> tuple[list[nn.Module], float]:
         """Return the trained networks and the seconds that they took; those with a checkpoint are read.
 

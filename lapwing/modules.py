@@ -241,14 +241,10 @@ class ClosedForm(PosteriorModule):
             a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
         if self.shift is not None:
             mean = mean + a @ self.shift.mT
-        results = self._results(mean, [form(a) for form in self.forms])
+        results = KINDS[type(self.components[0].likelihood)](self, mean, [form(a) for form in self.forms])
         if isinstance(results, Tensor):
             return results.reshape(raw.shape)
         return tuple(each.reshape(raw.shape) for each in results)
-
-    def _results(self, mean: Tensor, covs: list[Tensor]) -> Any:
-        """Return what was asked for, in the shape (..., C)."""
-        return KINDS[type(self.components[0].likelihood)](self, mean, covs)
 
     def _average(self, values: list[Tensor]) -> Tensor:
         """Return Σ w_k v_k."""
@@ -303,10 +299,6 @@ def _pairwise(mean: Tensor, cov: Tensor) -> Tensor:
     return pairwise_logits(mean, spread).log_softmax(-1)
 
 
-def _probit(mean: Tensor, cov: Tensor) -> Tensor:
-    return probit_logits(mean, cov.diagonal(dim1=-2, dim2=-1)).log_softmax(-1)
-
-
 def _quadrature(mean: Tensor, cov: Tensor) -> Tensor:
     nodes, weights = (t.to(mean) for t in normal_rule())
     std = cov.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
@@ -314,8 +306,10 @@ def _quadrature(mean: Tensor, cov: Tensor) -> Tensor:
 
 
 CLASS_LINKS = {
-    "pairwise": _pairwise, "probit": _probit, "bridge": lambda mean, cov: bridge(FunctionGaussian(mean, cov)),
-}  # fmt: skip
+    "pairwise": _pairwise,
+    "probit": lambda mean, cov: probit_logits(mean, cov.diagonal(dim1=-2, dim2=-1)).log_softmax(-1),
+    "bridge": lambda mean, cov: bridge(FunctionGaussian(mean, cov)),
+}
 LABEL_LINKS = {
     "quadrature": _quadrature,
     "probit": lambda mean, cov: probit_logits(mean, cov.diagonal(dim1=-2, dim2=-1)).sigmoid(),
@@ -389,23 +383,13 @@ class Predicting(PosteriorModule):
         with torch.no_grad():
             raw = self.raw(call_model(self.model, x))
         shaped = lambda values: values.reshape(raw.shape) if values.numel() == raw.numel() else values
+        likelihood = self.fitted.likelihood
         if self.returns == "moments":
-            return tuple(map(shaped, _moments(self.fitted, predictive, x)))
-        return shaped(_logits(predictive) if self.returns == "logits" else predictive.probs)
-
-
-def _moments(fitted: Fitted, predictive: Any, x: Any) -> tuple[Tensor, Tensor]:
-    if hasattr(predictive, "probs"):
-        return predictive.probs, fitted.functions(x).variance
-    return predictive.mean, predictive.variance
-
-
-def _logits(predictive: Any) -> Tensor:
-    if hasattr(predictive, "log_probs"):
-        return predictive.log_probs  # type: ignore[no-any-return]
-    if hasattr(predictive, "probs"):
-        return predictive.probs.logit()  # type: ignore[no-any-return]
-    return predictive.mean  # type: ignore[no-any-return]
+            variance = self.fitted.functions(x).variance if likelihood.has_logits else predictive.variance
+            return shaped(predictive.mean), shaped(variance)
+        if self.returns == "probs" or not likelihood.has_logits:
+            return shaped(predictive.mean)
+        return shaped(predictive.log_probs if likelihood.ignores_common_shift else predictive.probs.logit())
 
 
 ModuleOf = ClosedForm | Predicting

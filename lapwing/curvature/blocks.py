@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.base import floor_values, row_products, weighted_sum
-from lapwing.data.processes import Processes
+from lapwing.data.processes import Processes, assign_jobs
 from lapwing.linalg.dense import (
     Axes,
     Basis,
@@ -401,7 +401,8 @@ def share_spectra(factors: Sequence[Factor], processes: Processes) -> None:
     each = [factor for factor in factors if not factor.is_diagonal]
     tensors = [factor.numbers for factor in each]
     work = [float(min(t.shape[1:])) ** 2 * max(t.shape[1:]) for t in tensors]
-    own = [factor for factor, owner in zip(each, processes.job_owners(work), strict=True) if owner == processes.rank]
+    owners = assign_jobs(work, processes.size)
+    own = [factor for factor, owner in zip(each, owners, strict=True) if owner == processes.rank]
     decompose(own)  # those of equal size together
     jobs = [partial(_spectrum_numbers, factor) for factor in each]
     spectra = processes.run_jobs(jobs, work, tensors[0].device if tensors else torch.device("cpu"))

@@ -118,7 +118,8 @@ class RowSketch(Stored):
         if not tested or not self.rows:
             return None
         found = int(torch.isin(asked, known).sum())
-        if self._is(other, of_inputs):
+        same = self.rows == other.rows and self.totals[of_inputs] == other.totals[of_inputs]
+        if same and len(self.marks) >= MIN_DIFFERENT_ROWS:  # the same rows, in any order
             return Reuse(1.0, True, self.rows)
         expected = min(1.0, max(0.0, 1 - single / n))
         inside = min(max(expected, 1 / n), max(1 - 1 / n, 1 / n))  # an estimate of zero or one is not certain
@@ -129,11 +130,6 @@ class RowSketch(Stored):
         most = min(1.0, expected + SHARE_ERRORS * math.sqrt(expected * (1 - expected) / n) + 3 / n)
         whole = found == tested and tested * -math.log(most) > MIN_SURPRISE
         return Reuse(share, whole and (limit == 2**INPUT_BITS or tested >= 20), other.rows)
-
-    def _is(self, other: RowSketch, of_inputs: bool) -> bool:
-        """Return whether the other data have the same rows, in any order."""
-        same = self.rows == other.rows and self.totals[of_inputs] == other.totals[of_inputs]
-        return same and len(self.marks) >= MIN_DIFFERENT_ROWS
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ class Processes:
         """
         if self.group is None:
             return [list(job()) for job in jobs]
-        owners = self.job_owners(work)
+        owners = assign_jobs(work, self.size)
         done = {i: list(job()) for i, job in enumerate(jobs) if owners[i] == self.rank}
         forms: dict[int, list[Any]] = {}
         for part in self.gather_values({i: [_shape_and_dtype(t) for t in result] for i, result in done.items()}):
@@ -208,10 +208,6 @@ class Processes:
             for dtype in dict.fromkeys(forms[i][k][1] for i, k in places):
                 self._send_results(owner, [(i, k) for i, k in places if forms[i][k][1] == dtype], forms, done, results)
         return [[None if t is None else t.to(device) for t in result] for result in results]
-
-    def job_owners(self, work: Sequence[float]) -> list[int]:
-        """Return the process that ``run_jobs`` gives each job to."""
-        return _assign_jobs(work, self.size)
 
     def _send_results(
         self, owner: int, places: list[tuple[int, int]], forms: dict[int, Any], done: dict[int, Any], results: Any
@@ -365,10 +361,10 @@ def _shape_and_dtype(tensor: Tensor | None) -> Form | None:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
 
-def _assign_jobs(work: Sequence[float], size: int) -> list[int]:
-    """Return the process of each job, with nearly equal work for all.
+def assign_jobs(work: Sequence[float], size: int) -> list[int]:
+    """Return the process that ``run_jobs`` gives each job, with nearly equal work for all.
 
-    >>> _assign_jobs([5.0, 1.0, 2.0, 3.0], 2)
+    >>> assign_jobs([5.0, 1.0, 2.0, 3.0], 2)
     [0, 0, 1, 1]
     """
     loads, owners = [0.0] * size, [0] * len(work)

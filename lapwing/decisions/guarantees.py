@@ -512,16 +512,11 @@ def fewest_without_error(risk: float, confidence: float) -> int:
 def _advice(tests: list[ThresholdTest]) -> str:
     """Return the smallest bound in words, and what to do."""
     best = min(tests, key=lambda test: test.bound)
-    bound = _round_up(best.bound)
+    bound = math.ceil(1e4 * best.bound) / 1e4  # not below it, so that asking for it succeeds
     if bound >= 1:
         return "none bounds it below one. Give more data"
     where = f"the smallest bound is {bound:g}, where {100 * best.share:.3g} % are answered"
     return f"{where}. Ask for that risk, or give more data"
-
-
-def _round_up(bound: float) -> float:
-    """Return the bound with four decimals, not below it, so that asking for it succeeds."""
-    return math.ceil(1e4 * bound) / 1e4
 
 
 SCORES = ("entropy", "mutual_information", "variance")  # under the whole posterior

@@ -121,10 +121,6 @@ class ExperimentReport:
         return [*drawn, self.path]
 
 
-TOTAL, EPISTEMIC = "#fddbb0", "#7fb8dc"
-NORMAL_95 = 1.959964  # a normal variable is within this many standard deviations of its mean with probability 95 %
-
-
 def save(figure: Figure, path: Path) -> None:
     """Write the figure as a PNG file of few colours."""
     figure.savefig(path, dpi=150)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,6 @@ from lapwing.predictives.base import NumberPredictive
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 Batches = list[tuple[Tensor, Tensor]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,27 +114,6 @@ def optimise(
                 model.train()
     optimiser.zero_grad()
     model.eval()
-
-
-def epoch_seconds(model: nn.Module, data: Batches) -> float:
-    """Return the seconds of one epoch without the optimiser: forward and backward passes over the batches."""
-    loss, parameters = loss_of(data[0][1]), list(model.parameters())
-
-    def epoch() -> None:
-        for x, y in data:
-            torch.autograd.grad(loss(model(x), y), parameters)
-
-    return best_seconds(epoch)[0]
-
-
-def best_seconds(work: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
-    """Return the time of the shortest of some runs, and the result of the first one."""
-    results, seconds = [], []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        results.append(work())
-        seconds.append(time.perf_counter() - start)
-    return min(seconds), results[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -617,13 +617,8 @@ def copy_modules(model: nn.Module, tensors: Mapping[int, nn.Parameter] | None = 
     new = copy.module(model)
     before: list[tuple[Any, Any]] = []
     vars(new)[WRITTEN_KEY] = before
-    before.extend((container, _content(container)) for container in copy.containers)
+    before.extend((each, dict(each) if isinstance(each, dict) else list(each)) for each in copy.containers)
     return new
-
-
-def _content(container: Any) -> Any:
-    """Return what a dictionary, list or set has in it, as a plain one."""
-    return dict(container) if isinstance(container, dict) else list(container)
 
 
 def undo_writes(model: nn.Module) -> None:

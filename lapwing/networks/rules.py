@@ -360,19 +360,16 @@ def use_embedding(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
 
 def use_add(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the use of a parameter that is added to every row."""
-    if node._saved_alpha != 1 or len(sources) > 1:
-        return
-    for operand, source in sources.items():
-        use = broadcast(node, source)
-        if use is not None:
-            yield operand, use
+    if node._saved_alpha == 1 and len(sources) == 1:
+        yield from use_expand(node, sources)
 
 
 def use_expand(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:
     """Yield the use of a parameter that every sample gets a copy of, such as the token of a class."""
-    use = broadcast(node, sources[0])
-    if use is not None:
-        yield 0, use
+    for operand, source in sources.items():
+        use = broadcast(node, source)
+        if use is not None:
+            yield operand, use
 
 
 def use_mul(node: Node, sources: Sources) -> Iterator[tuple[int, Use]]:

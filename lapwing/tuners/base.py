@@ -539,11 +539,6 @@ def _term(inputs: Inputs, targets: Tensor, problem: Problem) -> Tensor:
     return fit - 0.5 * logdet
 
 
-def _zero_term(problem: Problem) -> Tensor:
-    """Return zero, for a process without data: it takes part in the sums over all."""
-    return 0 * problem.prior.values.double().sum()
-
-
 def terms(problem: Problem, data: Data, block: int, label: str = "blocks") -> Iterator[Term]:
     """Yield the term of each block; a batch is cut into blocks of at most ``block`` data."""
     for batch in data.batches(label):
@@ -652,7 +647,9 @@ class MaximiseBound(TunerWithSettings):
         optimiser = torch.optim.Adam([x], lr=self.rate)
         theta = posterior.theta.double()
         endless = chain.from_iterable(terms(posterior.problem, data, self.block) for _ in count())
-        blocks = islice(endless, self.steps) if n_blocks else repeat(_zero_term, self.steps)  # a part may be empty
+        # A process without data takes part in the sums over all.
+        zero = lambda problem: 0 * problem.prior.values.double().sum()
+        blocks = islice(endless, self.steps) if n_blocks else repeat(zero, self.steps)
         for number, term in enumerate(blocks):
             for group in optimiser.param_groups:
                 group["lr"] = self.rate * (1 - number / self.steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -336,11 +336,7 @@ class Integrate(TunerWithSettings):
 
 
 def compare_scores(
-    grid: CellGrid,
-    scores: Tensor,
-    counts: Tensor,
-    folds: Sequence[tuple[Tensor, Tensor]],
-    refitted: Tensor | None,
+    grid: CellGrid, scores: Tensor, counts: Tensor, folds: Sequence[tuple[Tensor, Tensor]], refitted: Tensor | None
 ) -> tuple[dict[str, float], str, tuple[str, ...]]:
     """Compare the mixture with the plain network and with the best rescaled one, cross-validated over the data.
 
@@ -369,19 +365,20 @@ def compare_scores(
             best = rescalings[int((counts[~inside] @ scores[~inside][:, rescalings]).argmax())]
             rescaled[inside] = scores[inside][:, best]
     rescaled = rescaled if refitted is None else refitted
-    others = {"plain network": scores[:, grid.unchanged]}
-    if len(rescalings) > 1 and len(rescaled) == len(scores):
-        others["noise refitted" if grid.cells[0].likelihood.has_tails else "temperature scaling"] = rescaled
-    return compare_held_out(mixed, others, counts)
+    known = len(rescalings) > 1 and len(rescaled) == len(scores)
+    return compare_held_out(grid, mixed, scores, rescaled if known else None, counts)
 
 
 def compare_held_out(
-    mixed: Tensor, others: Mapping[str, Tensor], counts: Tensor, name: str = "validation"
+    grid: CellGrid, mixed: Tensor, scores: Tensor, rescaled: Tensor | None, counts: Tensor, name: str = "validation"
 ) -> tuple[dict[str, float], str, tuple[str, ...]]:
-    """Compare the log-likelihoods of a mixture (n,) with those of others, on data of this name.
+    """Compare log-likelihoods of a mixture (n,) with those of the plain cell and of rescaled ones, if there are some.
 
-    Returns what ``compare_scores`` does.
+    Args: those of ``compare_scores``, and the name of the data. Returns what it does.
     """
+    others = {"plain network": scores[:, grid.unchanged]}
+    if rescaled is not None:
+        others["noise refitted" if grid.cells[0].likelihood.has_tails else "temperature scaling"] = rescaled
     compared = {name: -float(mean_score(each, counts)) for name, each in others.items()}
     compared["mixture"] = -float(mean_score(mixed, counts))
     gaps = {name: _mean_and_error(mixed - each, counts) for name, each in others.items()}
