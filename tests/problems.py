@@ -62,6 +62,17 @@ def dense_ggn(case: Case, model: nn.Module, size: int = TOTAL) -> tuple[Tensor, 
     return jac, dense.ggn(jac, output_hessian(case, f))
 
 
+def descend(model: nn.Module, loss: Callable[[nn.Module], Tensor], steps: int, rate: float, **options: Any) -> None:
+    """Take steps of Adam on a loss of the network."""
+    optimiser = torch.optim.Adam(model.parameters(), rate, **options)
+    with torch.enable_grad():
+        for _ in range(steps):
+            optimiser.zero_grad()
+            loss(model).backward()
+            optimiser.step()
+    model.zero_grad(set_to_none=True)
+
+
 def state(model: nn.Module) -> dict[str, Any]:
     """Everything about a model that a call must leave as it was."""
     snapshot: dict[str, Any] = {}

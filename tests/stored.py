@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lapwing as lw
 from lapwing.compat import Laplace
 from lapwing.errors import UnsupportedError
+from tests import problems
 from tests.cases import BY_NAME
 
 D = torch.float64
@@ -249,14 +250,6 @@ class Stored:
         return model
 
 
-def first_rows(tree: Any, count: int = 5) -> Any:
-    if isinstance(tree, Tensor):
-        return tree[:count]
-    if isinstance(tree, dict):
-        return {key: first_rows(value, count) for key, value in tree.items()}
-    return tuple(first_rows(value, count) for value in tree)
-
-
 def write(folder: Path) -> None:
     """Write all files of the present version."""
     if folder.exists():
@@ -271,7 +264,7 @@ def write(folder: Path) -> None:
         specimen = make()
         posterior = specimen.fitted()
         posterior.save(folder / f"{name}.lapwing")
-        x = first_rows(specimen.data()[0])
+        x = problems.rows(specimen.data()[0], slice(5))
         keep(f"{name}/weight/", specimen.model().state_dict().items())
         keep(f"{name}/input", leaves(x))
         keep(f"{name}/expected/", predictions(posterior, x).items())

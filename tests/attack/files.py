@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.runtime.states import State
-from tests import stored
+from tests import problems, stored
 from tests.attack.mutations import damaged
 
 SECONDS = 30  # longer than this is a hang
@@ -46,7 +46,7 @@ class Target:
 
     @cached_property
     def x(self) -> Any:
-        return stored.first_rows(self.specimen.data()[0], 12)
+        return problems.rows(self.specimen.data()[0], slice(12))
 
     @cached_property
     def posterior(self) -> Any:

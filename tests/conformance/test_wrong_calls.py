@@ -189,7 +189,6 @@ TABLE: list[tuple[str, Call, list[Any]]] = [
      [None, 3, 0.5, "0", [], [0.5, 2.7], [[0, 1]], [0, 0], [-1], [26], [True], torch.zeros(2, 2), torch.tensor(3),
       torch.tensor([1j]), object()]),
     # Scores
-    ("accuracy probs", lambda _: lw.metrics.accuracy(_, LABELS), [Y, PROBS[:5], PROBS[:, :1]]),
     ("accuracy labels", lambda _: lw.metrics.accuracy(PROBS, _), [*TENSORS, LABELS.double(), LABELS + 1, LABELS - 1]),
     ("accuracy swapped", lambda _: lw.metrics.accuracy(LABELS, PROBS), [None]),
     ("accuracy ignore_index", lambda _: lw.metrics.accuracy(PROBS, LABELS, ignore_index=_), [None, 0.5, "0"]),
@@ -205,15 +204,9 @@ TABLE: list[tuple[str, Call, list[Any]]] = [
     ("cqm", lw.metrics.cqm, [2 * Y]),
     ("joint probs", lambda _: lw.metrics.joint_log_likelihood(_, LABELS), [PROBS, X.unsqueeze(0)]),
     # Linear models
-    ("linear features", lambda _: lw.linear.fit(_, Y[:, 0]), [*TENSORS, X[:, 0], X.long(), X[:0], NAN]),
-    ("linear targets", lambda _: lw.linear.fit(X, _), [*TENSORS, Y[:5], Y[:5, 0], NAN[:, 0]]),
-    ("linear prior", lambda _: lw.linear.fit(X, Y[:, 0], prior=_), [1.0, "1", X, -X[0].abs(), NAN[0]]),
-    ("linear noise", lambda _: lw.linear.fit(X, Y[:, 0], noise=_), [1.0, "1", X, -Y[:, 0].abs(), NAN[:, 0]]),
     ("linear precision", lambda _: lw.linear.fit(X, Y[:, 0], precision=_), NUMBERS[1:]),
     ("linear num_samples", lambda _: lw.linear.fit(X, Y[:, 0], num_samples=_), COUNT),
     ("linear generator", lambda _: lw.linear.fit(X, Y[:, 0], generator=_), GENERATORS),
-    ("linear predict", LINEAR.predict, [None, "x", X[:, :2], X.long(), NAN]),
-    ("linear samples", LINEAR.samples, ["2", -1, 0.5, 100]),
     ("linear tuned", lambda _: LINEAR.tuned(precision=_), FLAGS),
     ("linear tuned steps", lambda _: LINEAR.tuned(max_steps=_), COUNT),
     # Recipes

@@ -6,7 +6,6 @@ y = A h(θ) + noise, h(θ) = f + J (θ - w), θ ~ N(mean, Σ).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -65,16 +64,3 @@ def former_evidence(y: Tensor, f: Tensor, w: Tensor, j: Tensor, sigma: Tensor, a
     residual = y - a @ f
     quadratic = residual @ residual / noise + w @ torch.linalg.solve(sigma, w)
     return -0.5 * (quadratic + torch.linalg.slogdet(kernel)[1] + len(a) * math.log(2 * math.pi))
-
-
-def slope(of: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-4) -> Tensor:
-    """Central differences of the fourth order, one entry after another."""
-    slopes = []
-    for i in range(at.numel()):
-        values = []
-        for factor in (-2, -1, 1, 2):
-            moved = at.detach().clone()
-            moved[i] += factor * step
-            values.append(of(moved).detach())
-        slopes.append((values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step))
-    return torch.stack(slopes)

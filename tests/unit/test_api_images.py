@@ -396,8 +396,6 @@ ONE_HOT = nn.functional.one_hot(LABELS, CHANNELS).permute(0, 3, 1, 2)
             LABELS[:, :3],
             r"shape \(7, 3, 5\) and the outputs are images of 4 x 5; expected \(B, 4, 5\)",
         ),
-        (lw.Categorical(), LABELS.mT, r"shape \(7, 5, 4\)"),
-        (lw.Categorical(), LABELS.flatten(1), r"shape \(7, 20\)"),
         (lw.Categorical(), LABELS[:, 0, 0], r"shape \(7,\) and the outputs are images"),
         (lw.Categorical(), LABELS + 2, r"targets run from 2 to 4"),
         (lw.Categorical(), LABELS[:5], r"shape \(5, 20\) .* outputs \(7, 20, 3\)"),

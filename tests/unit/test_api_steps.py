@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing import api
 from lapwing.data.processes import ALONE
+from tests import problems
 from tests.tolerances import assert_close
 
 D = torch.float64
@@ -24,11 +25,7 @@ def problem(norm: bool, rows: int = 60) -> tuple[nn.Module, tuple[Tensor, Tensor
     layers = [nn.Linear(3, 20), *([nn.BatchNorm1d(20)] if norm else []), nn.Tanh(), nn.Linear(20, 1)]
     net = nn.Sequential(*layers).double()
     net(x)  # statistics of the norm
-    optimiser = torch.optim.Adam(net.parameters(), lr=0.02)
-    for _ in range(200):
-        optimiser.zero_grad()
-        (net(x) - y).square().mean().backward()
-        optimiser.step()
+    problems.descend(net, lambda net: (net(x) - y).square().mean(), 200, 0.02)
     return net.eval(), (x, y)
 
 

@@ -23,6 +23,7 @@ from lapwing.crossfit import CrossFit, Pool
 from lapwing.errors import DataError, FileError, ModelError, UnsupportedError
 from lapwing.folds import Rows, copied_recipe, split_findings, splits_of
 from lapwing.sklearn import LapwingClassifier
+from tests import problems
 from tests.tolerances import SOLVED, assert_close, least_hits
 
 D = torch.float64
@@ -47,11 +48,7 @@ def trained(x: Tensor, y: Tensor, steps: int = 60) -> nn.Module:
     """A small network, overfitted with the global random numbers."""
     net = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 1 if y.is_floating_point() else 3)).double()
     loss = nn.functional.mse_loss if y.is_floating_point() else nn.functional.cross_entropy
-    optimiser = torch.optim.Adam(net.parameters(), 0.05)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        loss(net(x), y).backward()
-        optimiser.step()
+    problems.descend(net, lambda net: loss(net(x), y), steps, 0.05)
     return net.eval()
 
 
@@ -206,11 +203,7 @@ def test_counts_have_intervals_and_a_binary_label_has_sets() -> None:
 
         def train_fn(rows: Tensor, seed: int, y: Tensor = y, task: str = task) -> nn.Module:
             net = nn.Linear(3, 1).double()
-            optimiser = torch.optim.Adam(net.parameters(), 0.1)
-            for _ in range(40):
-                optimiser.zero_grad()
-                losses[task](net(x[rows]), y[rows]).backward()
-                optimiser.step()
+            problems.descend(net, lambda net: losses[task](net(x[rows]), y[rows]), 40, 0.1)
             return net.eval()
 
         result = lw.crossfit(train_fn, (x, y), task, folds=3, method=lw.Diagonal())

@@ -17,7 +17,7 @@ from lapwing.linalg.operators import MatrixDesign, back_product, forward_product
 from lapwing.linalg.ridge import Ridge
 from tests.references.general_ridge import General
 from tests.references.ridge import Linear, complete, draws
-from tests.tolerances import SOLVED, assert_close, assert_within, least_hits, student
+from tests.tolerances import SOLVED, assert_close, least_hits, student
 from tests.unit.linear_problems import GIVEN, SHAPES, D, X, Y, noise, operator, problem, seed, steep
 
 # Linear models by products alone, against closed form.
@@ -85,13 +85,6 @@ def test_samples_are_dense_solves_of_the_same_noise(shape: str, samples: int) ->
     assert_close(posterior.samples(), exact.mean(ALPHA, PHI) + expected, CLOSE)
     assert torch.equal(posterior.samples(1), posterior.samples()[:1])
     assert float(posterior.solution.residuals.max()) <= 1e-12
-
-
-def test_many_samples_have_the_covariance() -> None:
-    exact = problem((9, 6))
-    gap = lw.linear.fit(exact.x, exact.y, **GIVEN, num_samples=4000).samples() - exact.mean(ALPHA, PHI)
-    assert_within(gap[:, :, None] * gap[:, None, :], exact.covariance(ALPHA, PHI))
-    assert float((gap.mean(0).abs() / (gap.std(0) / 4000**0.5)).max()) <= 5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -528,16 +521,6 @@ def test_a_singular_prior_covariance_confines_the_weights() -> None:
     assert posterior.log_evidence()[0] == pytest.approx(exact.log_evidence(ALPHA, PHI), rel=1e-7)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_identities_change_nothing(layout: str) -> None:
-    plain = case(layout, "none", "none")
-    outputs = 1 if layout == "scalar" else C
-    same = replace(plain, prior=torch.ones(P), noise=torch.eye(outputs).expand(N, -1, -1))
-    one, other = plain.fit(), same.fit()
-    assert_close(other.mean, one.mean, SOLVED)
-    assert_close(other.samples(), one.samples(), SOLVED)
-
-
 def test_one_output_with_its_own_features_is_a_scalar() -> None:
     problem = case("scalar", "vector", "data")
     stacked = replace(problem, features=problem.features[:, None], targets=problem.targets[:, None])
@@ -551,7 +534,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prior": torch.ones(P + 1)}, r"prior has the shape \(8,\); expected .* \(7,\) or of matrices \(7, 7\)"),
     ({"prior": torch.ones(P, 2)}, r"prior has the shape \(7, 2\)"),
     ({"prior": -torch.ones(P)}, r"prior has entries that are not finite or not positive \(.* is -1\)"),
-    ({"prior": torch.full((P,), float("nan"))}, "prior has entries that are not finite"),
     ({"prior": BAD @ BAD.T + BAD}, "prior is not symmetric: .* differ from those of the transpose"),
     ({"prior": torch.eye(P) - 2 / P * torch.ones(P, P)}, "prior is not positive definite"),
     ({"prior": 2.0}, "prior is 2.0; expected a tensor of positive numbers"),
@@ -559,8 +541,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prior": operator(draw(P + 1, 4, number=1))}, "prior is an OperatorDesign with 8 rows; expected 7"),
     ({"noise": torch.ones(N + 1)}, r"noise has the shape \(18,\); expected .* \(17, 3\) or of .* \(17, 3, 3\)"),
     ({"noise": torch.zeros(N, C)}, "noise has entries that are not finite or not positive"),
-    ({"noise": torch.full((N, C, C), float("inf"))}, "noise has entries that are not finite"),
-    ({"noise": -torch.eye(C).expand(N, -1, -1)}, "noise has entries that are not finite or not positive"),
     ({"noise": torch.eye(C).repeat(N, 1, 1).index_fill(2, torch.tensor([0]), 0.5).add(torch.eye(C))}, "not symmetric"),
     ({"noise": [1.0] * N}, r"noise is \[1.0, .*; expected a tensor of positive numbers"),
 ]  # fmt: skip
@@ -655,15 +635,10 @@ def bad(x: Tensor, value: float) -> Tensor:
     ("features", "message"),
     [
         (X[0], r"features have the shape \(30,\); expected \(rows, columns\)"),
-        (X[None], r"features have the shape \(1, 90, 30\)"),
         (X[:0], r"features have the shape \(0, 30\)"),
-        (X[:, :0], r"features have the shape \(90, 0\)"),
         (X.long(), "features are torch.int64; expected floating-point numbers"),
-        (X.to(torch.complex128), "features are torch.complex128; expected floating-point"),
         (bad(X, math.nan), "features: 1 of 2700 entries are NaN or infinite"),
-        (bad(X, math.inf), "features: 1 of 2700 entries are NaN or infinite"),
         (X.numpy(), "features are a ndarray; expected a tensor or an OperatorDesign"),
-        (X.tolist(), "features are a list of 90; expected a tensor or an OperatorDesign"),
         (operator(X.half()), "take torch.float16; expected float32 or float64"),
         (operator(X + 1j), "take torch.complex128; expected float32 or float64"),
     ],
@@ -677,10 +652,8 @@ def test_features_that_are_refused(features: Any, message: str) -> None:
     ("targets", "message"),
     [
         (Y[:-1], r"90 rows of features and targets \(89,\); expected \(90,\)"),
-        (Y[None], r"90 rows of features and targets \(1, 90\); expected \(90,\)"),
         (torch.stack([Y, Y], 1)[:40], r"90 rows of features and targets \(40, 2\); expected \(90,\), or \(90, C\)"),
         (bad(Y, math.nan), "targets hold NaN or infinity; expected finite numbers"),
-        (bad(Y, -math.inf), "targets hold NaN or infinity"),
         (Y.numpy(), r"targets are a ndarray; expected a tensor \(90,\)"),
         (Y + 1j, "targets are torch.complex128; expected real numbers"),
     ],
@@ -695,20 +668,13 @@ def test_targets_that_are_refused(make: Any, targets: Any, message: str) -> None
     ("settings", "message"),
     [
         ({"precision": 0.0}, "precision is 0.0; expected a positive number, or None to learn it"),
-        ({"precision": -1.0}, "precision is -1.0"),
-        ({"precision": math.inf}, "precision is inf"),
-        ({"noise_std": 0.0}, "noise_std is 0.0; expected a positive number, or None to learn it"),
         ({"noise_std": math.nan}, "noise_std is nan"),
         ({"precision": "1"}, "precision is '1'; expected a positive number"),
         ({"precision": torch.ones(30)}, r"precision is tensor\(\[1\., "),
-        ({"precision": True}, "precision is True; expected a positive number"),
-        ({"noise_std": "1"}, "noise_std is '1'; expected a positive number"),
         ({"num_samples": 0}, "num_samples is 0; expected an integer of at least 1"),
         ({"num_samples": 2.5}, r"num_samples is 2\.5; expected an integer"),
         ({"generator": 3}, r"generator is 3; expected torch\.Generator\(\)\.manual_seed"),
         ({"tolerance": "small"}, "tolerance is 'small'; expected a relative residual"),
-        ({"tolerance": 0.0}, "tolerance is 0.0; expected a relative residual between 0 and 1"),
-        ({"tolerance": math.nan}, "tolerance is nan"),
         ({"tolerance": 1.0}, "tolerance is 1.0"),
     ],
 )
@@ -753,7 +719,6 @@ class Random:
 
 OPERATORS: dict[str, tuple[Any, Any, str]] = {
     "not the transpose": (lambda v: v @ X.T, lambda u: u @ X.flip(1), "back is not the transpose of forward.* differ"),
-    "twice the transpose": (lambda v: v @ X.T, lambda u: 2 * u @ X, "back is not the transpose of forward"),
     "hardly off": (lambda v: v @ X.T, lambda u: 1.003 * u @ X, "back is not the transpose of forward"),
     "random": (Random().forward, lambda u: u @ X, "two calls of forward .* with the same rows differ by"),
     "mixed rows": (

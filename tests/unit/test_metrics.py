@@ -201,15 +201,14 @@ def predicted() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return mean, torch.rand(17, generator=generator, dtype=torch.float64) + 0.3, y
 
 
-def test_nll_equals_scipy(predicted: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+def test_nll_rmse_and_mae_equal_scipy_and_scikit_learn(
+    predicted: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
     mean, std, y = predicted
     expected = -norm(mean.numpy(), std.numpy()).logpdf(y.numpy()).mean()
     assert metrics.normal_nll(mean, std, y) == pytest.approx(expected, rel=1e-12)
-
-
-def test_rmse_equals_scikit_learn(predicted: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    mean, _, y = predicted
     assert metrics.rmse(mean, y) == pytest.approx(mean_squared_error(y.numpy(), mean.numpy()) ** 0.5, rel=1e-12)
+    assert metrics.mae(mean, y) == pytest.approx(mean_absolute_error(y.numpy(), mean.numpy()), rel=1e-12)
 
 
 def test_crps_equals_its_integral(predicted: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
@@ -227,11 +226,6 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
         metrics.rmse(torch.zeros(3, 1), torch.zeros(3))
     with pytest.raises(ValueError, match="at least one"):
         metrics.rmse(torch.zeros(0), torch.zeros(0))
-
-
-def test_mae_equals_scikit_learn(predicted: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    mean, _, y = predicted
-    assert metrics.mae(mean, y) == pytest.approx(mean_absolute_error(y.numpy(), mean.numpy()), rel=1e-12)
 
 
 # From draws
@@ -444,11 +438,8 @@ def pooled(inside: torch.Tensor, outside: torch.Tensor) -> tuple[list[int], np.n
     return [0] * len(inside) + [1] * len(outside), torch.cat([inside, outside]).numpy()
 
 
-def test_auroc_equals_scikit_learn(scores: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_auroc_and_aupr_equal_scikit_learn(scores: tuple[torch.Tensor, torch.Tensor]) -> None:
     assert auroc(*scores) == pytest.approx(roc_auc_score(*pooled(*scores)), rel=1e-12)
-
-
-def test_aupr_equals_scikit_learn(scores: tuple[torch.Tensor, torch.Tensor]) -> None:
     assert aupr(*scores) == pytest.approx(average_precision_score(*pooled(*scores)), rel=1e-12)
 
 

@@ -16,7 +16,6 @@ import lapwing as lw
 from lapwing.curvature.kronecker import prior_precision
 from lapwing.networks.jacobians import Block
 from lapwing.networks.network import Network
-from lapwing.networks.normalised import group_names, scale_free_groups
 from lapwing.networks.selection import Selection
 from lapwing.networks.tangent import LayerJacobians
 from lapwing.priors import (
@@ -33,7 +32,6 @@ from lapwing.priors import (
     single_starting_precision,
     starting_precisions,
 )
-from lapwing.runtime.states import State, class_named
 from tests import problems
 from tests.cases import BY_NAME, CASES
 from tests.references import dense, inducing, kfac, structures
@@ -96,23 +94,6 @@ def test_the_penalty_is_about_the_mean(mean: float | Tensor, kind: Callable[...,
     prior = kind(2.5, mean).bound(SELECTION, LIKE)
     theta = torch.randn(WHOLE, dtype=D)
     assert_close(prior.penalty(theta), 2.5 * (theta - torch.as_tensor(mean, dtype=D)).square().sum())
-
-
-def test_on_a_block_a_prior_takes_the_blocks_form() -> None:
-    prior = diagonal(EACH).bound(SELECTION, LIKE)
-    joined = prior.on(Block("rows", "body.weight", (3, 2), "body.bias")).whole
-    assert joined.tolist() == [[[1, 2, 7], [3, 4, 8], [5, 6, 9]]]
-    turned = prior.on(Block("columns", "head.weight", (2, 3))).whole
-    assert turned.tolist() == [[[14, 17], [15, 18], [16, 19]]]
-    assert prior.on(Block("dense", "scale", (4,))).whole.tolist() == [10, 11, 12, 13]
-
-
-def test_on_a_block_of_one_layer_a_prior_by_layer_is_a_number() -> None:
-    prior = per_layer(torch.tensor([1.0, 2.0, 3.0])).bound(SELECTION, LIKE)
-    assert prior.on(Block("rows", "body.weight", (3, 2), "body.bias")).whole.item() == 1.0
-    assert prior.on(Block("dense", "scale", (4,))).whole.item() == 2.0
-    across = prior.on(Block("rows", "head.weight", (2, 3))).whole
-    assert across.item() == 3.0
 
 
 def test_a_block_across_two_layers_gets_each_layers_precision() -> None:
@@ -459,6 +440,10 @@ def test_without_curvature_a_g_prior_stays_open() -> None:
 # Files.
 
 STORED: list[tuple[str, Any, Any]] = [
+    ("mlp", lw.Full(), lw.isotropic(2.0, 0.5)),
+    ("mlp", lw.Full(), lw.isotropic(2.0, torch.linspace(-1, 1, 83))),
+    ("mlp", lw.Full(), lw.per_layer(torch.tensor([1.0, 2.0, 3.0]))),
+    ("mlp", lw.Full(), lw.priors.diagonal(torch.linspace(1, 2, 83))),
     ("mlp", lw.Full(), lw.grouped({".*weight": 0.7, ".*bias": 3.0}, 0.2)),
     ("mlp", lw.Kron(), lw.grouped({".*weight": 0.7, ".*bias": 3.0})),
     ("mlp", lw.EKron(), lw.grouped({r"[02]\..*": 0.7, r"4\..*": 3.0})),
@@ -486,6 +471,7 @@ def test_round_trip_through_a_file(case: str, method: Any, prior: Any, tmp_path:
             type(first.prior.given), first.prior.groups, first.prior.members)  # fmt: skip
         assert torch.equal(posterior.prior.values, first.prior.values)
         assert torch.equal(posterior.prior.vector, first.prior.vector)
+        assert torch.equal(torch.as_tensor(posterior.prior.mean), torch.as_tensor(first.prior.mean))
         assert_close(posterior.log_evidence(), first.log_evidence())
         assert_close(posterior.functions(inputs).cov, first.functions(inputs).cov)
     higher = first.prior.with_precision(3 * first.prior.values)
@@ -560,84 +546,6 @@ def test_weights_at_the_prior_mean() -> None:
     assert bool(group_starting_precisions(prior, theta, rows=100)[1].isinf())
 
 
-# Every prior as plain data and back, bit for bit.
-
-CASE = BY_NAME["norms"]
-MEAN = 0.3
-STATE_PRIORS = ("Isotropic", "PerLayer", "Grouped", "DiagonalPrior", "PerNormalisedGroup", "GPrior")
-
-
-def network() -> Network:
-    return Network.build(CASE.build(), CASE.batch(6))
-
-
-def means(size: int) -> tuple[Any, ...]:
-    return 0.0, MEAN, torch.linspace(-1, 1, size)
-
-
-def given(name: str, mean: float | Tensor) -> Prior:
-    made: dict[str, Prior] = {
-        "Isotropic": lw.isotropic(0.7, mean),
-        "PerLayer": lw.per_layer(0.7, mean),
-        "Grouped": lw.grouped({r".*weight": 0.7, r"(?!.*weight).*": 3.0}, mean),
-        "DiagonalPrior": lw.priors.diagonal(0.7, mean),
-        "PerNormalisedGroup": lw.priors.per_normalised_group(0.7, mean),
-        "GPrior": lw.priors.g_prior(0.7, mean),
-    }
-    return made[name]
-
-
-def state_bound(name: str, mean: float | Tensor, net: Network) -> BoundPrior:
-    prior = given(name, mean)
-    groups = group_names(net, scale_free_groups(net, CASE.batch(6))) if prior.needs_groups else None
-    made = prior.bound(net.selection, net.theta(), groups)
-    other = torch.rand(made.values.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.1
-    return made.with_precision(other)
-
-
-def assert_same(one: BoundPrior, two: BoundPrior) -> None:
-    assert type(one.given) is type(two.given)
-    assert (one.groups, one.members, one.needs_curvature) == (two.groups, two.members, two.needs_curvature)
-    assert torch.equal(one.values, two.values)
-    assert torch.equal(one.vector, two.vector)
-    assert torch.equal(torch.as_tensor(one.mean), torch.as_tensor(two.mean))
-    assert one.network_groups == two.network_groups
-
-
-@pytest.mark.parametrize("mean", range(3))
-@pytest.mark.parametrize("name", STATE_PRIORS)
-def test_every_prior_comes_back_from_its_state(name: str, mean: int) -> None:
-    net = network()
-    prior = state_bound(name, means(net.selection.size)[mean], net)
-    state = prior.state()
-    assert state.name == name
-    assert_same(class_named(name).from_state(state, net), prior)
-
-
-def test_a_g_prior_keeps_the_curvature_it_has() -> None:
-    net = network()
-    prior = state_bound("GPrior", 0.0, net)
-    assert prior.needs_curvature
-    scaled = prior.with_scale(torch.linspace(1, 2, net.selection.size))
-    assert not scaled.needs_curvature
-    assert_same(class_named("GPrior").from_state(scaled.state(), net), scaled)
-
-
-@pytest.mark.parametrize("name", STATE_PRIORS)
-def test_a_bound_prior_is_bound_again_as_it_is(name: str) -> None:
-    net = network()
-    prior = state_bound(name, MEAN, net)
-    assert_same(prior.bound(net.selection, net.theta()), prior)
-
-
-def test_a_state_without_precisions_is_refused() -> None:
-    net = network()
-    with pytest.raises(lw.errors.FileError, match="precision"):
-        class_named("Isotropic").from_state(State("Isotropic", {"mean": 0.0, "members": []}), net)
-    with pytest.raises(lw.errors.FileError, match="members"):
-        class_named("Grouped").from_state(State("Grouped", {"mean": 0.0}, {"precision": torch.ones(2)}), net)
-
-
 # The kernel that a prior makes between outputs, against J A⁻¹ J'ᵀ by dense matrices.
 
 ONE, OTHER = 3, 2
@@ -703,18 +611,6 @@ def test_single_weights(name: str, kind: str) -> None:
     assert_close(prior_kernel(jac, given, other_jac), inducing.kernel(one[:, index], other[:, index], given.vector))
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet_batchnorm", "conv_zoo", "attention", "lstm", "embedding"])
-def test_a_small_byte_budget_changes_nothing(name: str) -> None:
-    network = Network.build(BY_NAME[name].build(), BY_NAME[name].batch(ONE))
-    one, other = rows(name)
-    for kind in ("isotropic", "diagonal"):
-        given = prior(kind, network)
-        jac, other_jac = jacobians(network, name)
-        with lw.memory.limited(1):
-            kernel = prior_kernel(jac, given, other_jac)
-        assert_close(kernel, inducing.kernel(one, other, given.vector))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["mlp", "norms", "embedding"])
 def test_slopes_in_the_precisions(name: str, kind: str) -> None:
@@ -746,15 +642,3 @@ def test_the_precision_without_data_has_the_kernels_blocks(name: str, kind: str)
     assert_close(precision.quadratic(jac).reshape(expected.shape), expected)
     assert_close(precision.quadratic(jac, full=False).reshape(-1), expected.diagonal(dim1=1, dim2=2).reshape(-1))
     assert_close(precision.cross(jac), inducing.kernel(one, one, given.vector))
-
-
-def test_float32_networks_have_float32_kernels() -> None:
-    case = BY_NAME["cnn"]
-    network = Network.build(case.build(torch.float32), case.batch(ONE, torch.float32))
-    jac, other_jac = (network.linearise(case.batch(n, torch.float32, s)).jacobians() for n, s in ((ONE, 5), (OTHER, 8)))
-    given = prior("isotropic", network)
-    kernel = prior_kernel(jac, given, other_jac)
-    assert kernel.dtype == torch.float32
-    one, other = rows("cnn")
-    assert_close(kernel, inducing.kernel(one, other, given.vector))
-    assert_close(prior_kernel(jac.double(), given, other_jac.double()), kernel.double(), dtype=torch.float32)

@@ -155,7 +155,6 @@ def test_labels_of_two_classes_have_the_chance_of_one_half() -> None:
         ("--subset nothing", "no parameter name matches 'nothing'; the model has 0.weight, 0.bias"),
         ("--subset [", "'[' is not a regular expression"),
         ("--prior -1", "--prior is -1.0; expected a positive, finite number"),
-        ("--prior nan", "--prior is nan; expected a positive, finite number"),
     ],
 )
 def test_bad_settings_are_refused_in_a_line(options: str, message: str, run: Run, tmp_path: Path) -> None:

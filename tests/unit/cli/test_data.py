@@ -153,7 +153,6 @@ FORM = Form(2, torch.float32)
         (Roles(inputs=("label",)), NAMES, True, ("label",), ()),
         (Roles(), ("X", "y"), False, ("X",), ("y",)),
         (Roles(), ("inputs", "extra", "targets"), False, ("inputs",), ("targets",)),
-        (Roles(), ("images", "labels"), False, ("images",), ("labels",)),
         (Roles(inputs=("b",)), ("a", "b", "y"), False, ("b",), ("y",)),
     ],
 )
@@ -168,11 +167,9 @@ def test_roles_are_found_or_given(
     [
         (Roles(targets=("lable",)), NAMES, True, "the file has no 'lable'; .* Did you mean 'label'?"),
         (Roles(inputs=("Size",)), NAMES, True, "the file has no 'Size'; it has 'id', 'age'"),
-        (Roles(dropped=("x",)), NAMES, True, "the file has no 'x'"),
         (Roles(), ("a", "y", "label"), True, "has the targets 'y', 'label'; expected one. Say which: --target NAME"),
         (Roles(), ("y",), True, "has nothing besides its targets; expected inputs, one column or more"),
         (Roles(), ("a", "b", "y"), False, "has 'a', 'b' besides its targets; expected inputs, one array"),
-        (Roles(inputs=("a", "b")), ("a", "b", "y"), False, "expected inputs, one array"),
     ],
 )
 def test_names_that_are_not_clear_are_refused(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +70,6 @@ def by_output(case: str = "mlp") -> Tensor:
     return torch.einsum("ncp,ncq->cpq", jac, jac)
 
 
-def slope(of: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-4) -> Tensor:
-    """Central differences of the fourth order, one entry after another."""
-    fits = []
-    for i in range(len(at)):
-        values = []
-        for factor in (-2, -1, 1, 2):
-            shifted = at.detach().clone()
-            shifted[i] += factor * step
-            values.append(of(shifted).detach())
-        fits.append((values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step))
-    return torch.stack(fits)
-
-
 @pytest.mark.parametrize(("case", "method"), CASES)
 def test_other_noise_is_a_fresh_fit(case: str, method: str) -> None:
     posterior, noise = fitted(METHODS[method], case), noises(case)
@@ -128,7 +114,7 @@ def test_gradient_in_every_noise_equals_finite_differences(method: str, prior: s
     at = noises("mlp").log()
     leaf = at.clone().requires_grad_()
     posterior.with_noise(leaf.exp()).log_evidence().backward()
-    assert_close(leaf.grad, slope(lambda v: posterior.with_noise(v.exp()).log_evidence(), at), SOLVED)
+    assert_close(leaf.grad, dense.slope(lambda v: posterior.with_noise(v.exp()).log_evidence(), at), SOLVED)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +149,7 @@ def test_learned_noise_is_an_optimum(method: str, prior: str) -> None:
     for shift in (-1.0, -0.1, -0.01, 0.01, 0.1, 1.0):
         changed = posterior.prior.with_precision(posterior.prior.values * math.exp(shift))
         assert float(posterior.with_prior(changed).log_evidence()) < best
-    by_noise = slope(lambda v: posterior.posterior.with_noise(v.exp()).log_evidence(), noise.log())
+    by_noise = dense.slope(lambda v: posterior.posterior.with_noise(v.exp()).log_evidence(), noise.log())
     assert float(by_noise.abs().max()) <= 1e-6
     fixed = fitted(METHODS[method], prior=PRIORS[prior]).tuned(lw.tuners.FixedPoint(tolerance=1e-8))
     assert_close(fixed.likelihood.noise_variance, noise, 0.4)

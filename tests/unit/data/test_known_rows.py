@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.data import known_rows
-from lapwing.data.known_rows import TRAINING, KnownRows, RowSketch, Sketching
-from lapwing.runtime.states import Known, PartOf
+from lapwing.data.known_rows import TRAINING, RowSketch, Sketching
 
 
 def sketch(
@@ -135,10 +134,3 @@ def test_rows_that_are_in_two_parts_repeat() -> None:
     x, y = numbers(50)
     assert sketch(x, y).singles(False)[1] == 50
     assert (sketch(x, y) + sketch(x[:20], y[:20])).singles(False)[1] == 30
-
-
-def test_a_file_holds_the_rows() -> None:
-    rows = KnownRows(sketch(*numbers(40))).with_validation(sketch(*numbers(30, 1)))
-    again = PartOf(KnownRows).read(rows.state(), Known())
-    assert torch.equal(again.training.marks, rows.training.marks)  # type: ignore[union-attr]
-    assert again.validation.totals == rows.validation.totals  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from benchmarks.inverse_evidence import EVIDENCES, ONE, Signal, former_minus_exa
 from lapwing.inverse.priors import class_covariance
 from lapwing.linalg.operators import OperatorDesign
 from tests.references import inverse as dense
+from tests.references.dense import slope
 from tests.tolerances import SOLVED, assert_close, assert_within
 from tests.unit.inverse.problems import BLOCKS, DX, DY, NAMES, NOISE, SHAPE, VALUES, D, case, fitted, seed
 
@@ -101,7 +102,7 @@ def test_gradients_of_the_evidence_are_differences() -> None:
 
     x = torch.tensor([*VALUES, NOISE], dtype=D).log().requires_grad_()
     (gradient,) = torch.autograd.grad(at(x), x)
-    expected = dense.slope(lambda t: one.evidence(t[:-1].exp(), float(t[-1].exp())), x)
+    expected = slope(lambda t: one.evidence(t[:-1].exp(), float(t[-1].exp())), x)
     assert_close(gradient, expected, SOLVED)
 
 
@@ -219,7 +220,7 @@ def test_large_problems_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None
 
     x = torch.tensor(VALUES, dtype=D).log().requires_grad_()
     (gradient,) = torch.autograd.grad(at(x), x)
-    assert_close(gradient, dense.slope(lambda t: one.evidence(t.exp()), x), SOLVED, dtype=torch.float32)
+    assert_close(gradient, slope(lambda t: one.evidence(t.exp()), x), SOLVED, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("image", [True, False])

@@ -13,7 +13,8 @@ import lapwing as lw
 from lapwing.inverse.priors import BoundFilterGP, class_covariance, same_classes, tap_grid
 from lapwing.networks.selection import Selection
 from lapwing.priors import DiagonalPrior, filter_gp
-from tests.references.inverse import filter_covariance, slope
+from tests.references.dense import slope
+from tests.references.inverse import filter_covariance
 from tests.tolerances import SOLVED, assert_close, assert_within
 
 D = torch.float64

@@ -123,14 +123,6 @@ def test_dual_coefficients_and_their_product_agree(epochs: int, generator: torch
 
 
 @pytest.mark.parametrize("objective", ["reduced", "classic"])
-def test_gradients_from_all_data_give_the_samples_of_a_dense_solve(objective: str, generator: torch.Generator) -> None:
-    x, (zeta, eps) = matrix(), noise()
-    system = Perturbed(MatrixDesign(x), zeta, eps, SHIFT)
-    samples = solved(sgd, system, objective=objective, epochs=1500, tolerance=1e-10, generator=generator)
-    assert_close(samples, dense(x, zeta, eps), SOLVED)
-
-
-@pytest.mark.parametrize("objective", ["reduced", "classic"])
 def test_gradients_from_parts_reach_their_tolerance(objective: str, generator: torch.Generator) -> None:
     """Slowly: ten times the passes gain a digit or less, where dual descent has all of them."""
     x, (zeta, eps) = matrix(), noise()

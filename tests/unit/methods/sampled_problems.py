@@ -101,12 +101,7 @@ def larger() -> tuple[nn.Module, Tensor, Tensor]:
     model = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2)).double()
     x = torch.randn(50, 3, dtype=D, generator=gen)
     y = torch.stack([x[:, 0].sin(), x[:, 1] * x[:, 2]], 1) + 0.2 * torch.randn(50, 2, dtype=D, generator=gen)
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-3)
-    for _ in range(150):
-        optimiser.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimiser.step()
-    model.zero_grad(set_to_none=True)
+    problems.descend(model, lambda model: (model(x) - y).square().mean(), 150, 0.02, weight_decay=1e-3)
     return model, x, y
 
 

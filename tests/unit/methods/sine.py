@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from tests import problems
 
 D = torch.float64
 NOISE = 0.2
@@ -20,12 +21,7 @@ def trained(count: int = 40) -> dict[str, Tensor]:
     x, y = curve(count)
     torch.manual_seed(0)
     model = net()
-    optimiser = torch.optim.Adam(model.parameters(), 0.05)
-    with torch.enable_grad():
-        for _ in range(300):
-            optimiser.zero_grad()
-            (model(x) - y).square().mean().backward()
-            optimiser.step()
+    problems.descend(model, lambda model: (model(x) - y).square().mean(), 300, 0.05)
     return {key: value.detach() for key, value in model.state_dict().items()}
 
 

@@ -59,40 +59,6 @@ def fitted(method: Any, case: str = "mlp", **options: Any) -> lw.Fitted:
 # Directions.
 
 
-@pytest.mark.parametrize("kind", ["isotropic", "per_layer"])
-@pytest.mark.parametrize("rank", [1, 4, M, 100])
-def test_directions_are_the_leading_ones_and_of_unit_length(kind: str, rank: int) -> None:
-    """Under the prior: D A Dᵀ = I, and the kernel along them has the leading eigenvalues, largest first."""
-    given, (points, z) = prior(kind), anchors()
-    rows = leading_rows(points, given, rank)
-    count = min(rank, M)
-    assert_close(inducing.kernel(rows, rows, given.vector), torch.eye(count, dtype=D))
-    expected = inducing.directions(z, given.vector, count) * given.vector
-    signs = ((rows * expected).sum(1) > 0).to(D) * 2 - 1
-    assert_close(rows * signs[:, None], expected, SOLVED)
-
-
-def test_equal_landmarks_count_once() -> None:
-    """Null directions of their kernel are rounding, and dropped."""
-    given, (points, _) = prior(), anchors([0, 1, 2, 2, 1, 0, 3])
-    rows = leading_rows(points, given, 100)
-    assert rows.shape == (4, 83)
-    alone, _ = anchors([0, 1, 2, 3])
-    expected = leading_rows(alone, given, 100)
-    assert_close(inducing.within(rows / given.vector, torch.diag(given.vector)),
-                 inducing.within(expected / given.vector, torch.diag(given.vector)), SOLVED)  # fmt: skip
-
-
-def test_a_rank_above_what_the_data_have() -> None:
-    """Three data, each many times: nine rows, whatever is asked for."""
-    x, y = MLP.batch(3).repeat(6, 1), problems.targets(MLP, 18)
-    posterior = lw.fit(MLP.build(), [(x, y)], "classification", method=lw.ELLA(54, 54), prior=0.8)
-    assert len(posterior.posterior.curvature.directions) == 9
-    assert bool(torch.isfinite(posterior.functions(MLP.batch(3, seed=1)).cov).all())
-    exact = lw.fit(MLP.build(), [(x, y)], "classification", method=lw.Full(), prior=0.8)
-    assert_close(posterior.functions(x[:3]).cov, exact.functions(x[:3]).cov, SOLVED)
-
-
 @pytest.mark.parametrize("name", ["mlp", "token_level", "squeezed", "embedding"])
 def test_the_curvature_within_is_the_ggns(name: str) -> None:
     case = BY_NAME[name]
@@ -407,18 +373,6 @@ def test_slopes_of_the_log_determinant(kind: str) -> None:
 
     leaves = (prior.values.log().clone().requires_grad_(), torch.tensor(0.3, dtype=D, requires_grad=True))
     assert torch.autograd.gradcheck(found, leaves, fast_mode=True)
-
-
-def test_the_basis_of_the_span_does_not_matter() -> None:
-    """Mixed directions, with the curvature along them, are the same belief."""
-    d, prior, phi = directions(), bound("diagonal"), torch.tensor(PHI, dtype=D)
-    turn = torch.randn(K, K, dtype=D) + 3 * torch.eye(K, dtype=D)
-    one = curvature()
-    other = SubspaceCurvature(one.selection, turn @ d, turn @ one.gram @ turn.T)
-    jacobians = subspace_network().linearise(CASE.batch(4, seed=2)).jacobians()
-    assert_close(other.precision(phi, prior).cross(jacobians), one.precision(phi, prior).cross(jacobians))
-    assert_close(other.logdet(phi, prior), one.logdet(phi, prior))
-    assert_close(other.inner_diagonal, one.inner_diagonal)
 
 
 def test_the_diagonal_is_that_within_the_span() -> None:

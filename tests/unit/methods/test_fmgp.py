@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -32,12 +33,51 @@ from tests import problems
 from tests.cases import BY_NAME
 from tests.references import dense
 from tests.tolerances import SOLVED, assert_close, assert_within
-from tests.unit.methods.fmgp.tasks import classes, confident, curve, fitted, learned, model
+from tests.unit.methods import sine
 from tests.unit.methods.sine import NOISE
 
 # Settings and predictions of the fixed-mean process.
 
 D = torch.float64
+
+
+def curve(place: float = 0.0) -> tuple[Tensor, Tensor]:
+    return sine.curve(60, place=place)
+
+
+def model(place: float = 0.0) -> nn.Module:
+    """Return a network fitted to a sine."""
+    network = sine.model(60)
+    network[2].bias.data += place
+    return network
+
+
+def fitted(method: Any, likelihood: Any = "regression", prior: Any = None, **options: Any) -> lw.Fitted:
+    """Return the posterior of a method; with validation data the one that the mixture varies."""
+    return sine.fitted(method, likelihood, prior, **{"data": [curve()], "model": model(), **options})
+
+
+@cache
+def classes(count: int = 60, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Return data of three overlapping classes."""
+    gen = torch.Generator().manual_seed(seed)
+    y = torch.arange(count) % 3
+    places = torch.tensor([[1.5, 0.0], [-1.0, 1.0], [-1.0, -1.0]], dtype=D)
+    return places[y] + torch.randn(count, 2, dtype=D, generator=gen), y
+
+
+@cache
+def confident() -> nn.Module:
+    """Return a classifier that was trained on few data until its probabilities are near one."""
+    torch.manual_seed(0)
+    network, (x, y) = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3)).double(), classes()
+    problems.descend(network, lambda network: nn.functional.cross_entropy(network(x), y), 300, 0.05)
+    return network
+
+
+@cache
+def learned() -> lw.Fitted:
+    return fitted(lw.FMGP(20, steps=250))
 
 
 def test_far_from_the_data_the_variance_is_the_priors() -> None:

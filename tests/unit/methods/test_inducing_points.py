@@ -24,7 +24,6 @@ from lapwing.linalg.stochastic import Inducing
 from lapwing.methods.inducing_points import (
     STARTS,
     AnchoredCurvature,
-    AnchoredRows,
     Anchors,
     InducingPoints,
     Placement,
@@ -48,14 +47,10 @@ NAMES = ["mlp", "resnet_batchnorm", "attention", "gru", "embedding", "token_leve
 PRIORS = ["isotropic", "per_layer", "diagonal", "g"]
 
 
-def outputs(network: Network) -> Tensor:
-    return torch.arange(M) * 7 % torch.Size(network.output_shape).numel()
-
-
-def setting(name: str, weights: Any = None) -> Anchors:
+def setting(name: str) -> Anchors:
     case = BY_NAME[name]
-    network = Network.build(case.build(), case.batch(M), weights)
-    return Anchors(network, case.batch(M), outputs(network))
+    network = Network.build(case.build(), case.batch(M))
+    return Anchors(network, case.batch(M), torch.arange(M) * 7 % torch.Size(network.output_shape).numel())
 
 
 @cache
@@ -81,51 +76,6 @@ def bound(kind: str, network: Network) -> Any:
 
 def mix() -> Tensor:
     return torch.randn(M, RANK, dtype=D, generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_anchors_are_rows_of_the_jacobian(name: str) -> None:
-    anchors, (z, other) = setting(name), rows(name)
-    prior = bound("per_layer", anchors.network)
-    assert len(anchors) == M
-    assert_close(anchors.kernel(prior), inducing.kernel(z, z, prior.vector))
-    jacobians = anchors.network.linearise(BY_NAME[name].batch(3, seed=2)).jacobians()
-    assert_close(anchors.against(jacobians, prior), inducing.kernel(other, z, prior.vector))
-    v, c = torch.randn(4, z.shape[1], dtype=D), torch.randn(4, M, dtype=D)
-    assert_close(anchors.times(v), v @ z.T)
-    assert_close(anchors.combine(c), c @ z)
-
-
-@pytest.mark.parametrize("name", ["mlp", "resnet_batchnorm", "embedding", "dict_input"])
-def test_chunks_of_anchors(name: str) -> None:
-    anchors, (z, _) = setting(name), rows(name)
-    prior = bound("diagonal", anchors.network)
-    c = torch.randn(4, M, dtype=D)
-    with lw.memory.limited(1):
-        assert [part.batch for part in anchors] == [1] * M
-        assert_close(anchors.kernel(prior), inducing.kernel(z, z, prior.vector))
-        assert_close(anchors.combine(c), c @ z)
-        assert_close(anchors.times(c @ z), c @ z @ z.T)
-
-
-def test_anchors_elsewhere() -> None:
-    anchors, case = setting("mlp"), BY_NAME["mlp"]
-    moved = anchors.at(case.batch(M, seed=6))
-    jac = dense.jacobian(case.build(), case.batch(M, seed=6), M)[torch.arange(M), outputs(anchors.network)]
-    assert_close(moved.combine(torch.eye(M, dtype=D)), jac)
-    assert moved.outputs is anchors.outputs
-
-
-def test_anchors_of_float32_networks_are_wide() -> None:
-    case = BY_NAME["mlp"]
-    network = Network.build(case.build(torch.float32), case.batch(M, torch.float32))
-    anchors = Anchors(network, case.batch(M, torch.float32), outputs(network))
-    prior = bound("isotropic", network)
-    assert anchors.kernel(prior).dtype == D
-    z, _ = rows("mlp")
-    assert_close(anchors.kernel(prior), inducing.kernel(z, z, prior.vector), dtype=torch.float32)
-    own = anchors.combine(torch.eye(M, dtype=D))
-    assert_close(anchors.kernel(prior), inducing.kernel(own, own, prior.vector))
 
 
 @pytest.mark.parametrize(("name", "kind"), [*zip(NAMES, [*PRIORS, *PRIORS], strict=True)])
@@ -187,27 +137,6 @@ def test_slopes_of_the_log_determinant(kind: str) -> None:
     assert torch.autograd.gradcheck(found, leaves, fast_mode=True)
 
 
-def test_what_was_learned_by_predicting_has_no_log_determinant() -> None:
-    anchors = setting("mlp")
-    with pytest.raises(
-        lw.errors.UnsupportedError, match=r"learned by predicting \(alpha above 0\) and has no evidence"
-    ):
-        AnchoredCurvature(anchors, mix()).logdet(torch.tensor(1.0), bound("isotropic", anchors.network))
-
-
-def test_single_weights() -> None:
-    index = torch.arange(0, 83, 4)
-    anchors, (z, other) = setting("mlp", lw.subnetwork(index)), rows("mlp")
-    prior = bound("diagonal", anchors.network)
-    matrix = z[:, index].T @ mix() @ mix().T @ z[:, index]
-    covariance = torch.linalg.inv(matrix / PHI + torch.diag(prior.vector))
-    found = AnchoredCurvature(anchors, mix()).precision(torch.tensor(PHI, dtype=D), prior)
-    jacobians = anchors.network.linearise(BY_NAME["mlp"].batch(3, seed=2)).jacobians()
-    assert_close(found.cross(jacobians), other[:, index] @ covariance @ other[:, index].T)
-    draws = found.sample(torch.eye(len(index), dtype=D))
-    assert_close(draws.T @ draws, covariance)
-
-
 def test_the_diagonal_is_the_whole_curvatures_where_it_is_known() -> None:
     anchors, (z, _) = setting("mlp"), rows("mlp")
     own = torch.linspace(1.0, 2.0, 83, dtype=D)
@@ -217,24 +146,6 @@ def test_the_diagonal_is_the_whole_curvatures_where_it_is_known() -> None:
     large = matrix.diagonal() > 1e-2 * matrix.diagonal().max()
     assert_close(diagonal[large], matrix.diagonal()[large])
     assert float(diagonal.min()) > 0
-
-
-def test_rows_follow_the_mix() -> None:
-    anchors, (z, other) = setting("mlp"), rows("mlp")
-    prior = bound("per_layer", anchors.network)
-    w, mine = mix().T @ z, AnchoredRows(anchors, mix())
-    assert_close(mine.gram(prior), inducing.kernel(w, w, prior.vector))
-    jacobians = anchors.network.linearise(BY_NAME["mlp"].batch(3, seed=2)).jacobians()
-    assert_close(mine.pull(jacobians, prior), inducing.kernel(w, other, prior.vector))
-    v, c = torch.randn(2, 83, dtype=D), torch.randn(2, RANK, dtype=D)
-    assert_close(mine.times(v), v @ w.T)
-    assert_close(mine.combine(c), c @ w)
-
-
-def test_points_of_several_tensors_have_no_file_form() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match="inducing points of several tensors have no file form"):
-        AnchoredCurvature(setting("dict_input"), mix()).state()
-    assert set(AnchoredCurvature(setting("mlp"), mix()).state().tensors) == {"inputs", "outputs", "mix"}
 
 
 # Where inducing points start, and which outputs they have.

@@ -107,11 +107,7 @@ def test_predictions_follow_from_the_moments() -> None:
 def trained(model: nn.Module, seed: int) -> nn.Module:
     """Take a few steps, on a sample of the data that the seed draws."""
     rows = torch.randint(0, 9, (9,), generator=torch.Generator().manual_seed(seed))
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(3):
-        optimiser.zero_grad()
-        (model(X[rows]) - Y[rows]).square().mean().backward()
-        optimiser.step()
+    problems.descend(model, lambda model: (model(X[rows]) - Y[rows]).square().mean(), 3, 0.01)
     return model.eval()
 
 

@@ -19,14 +19,13 @@ import lapwing as lw
 from benchmarks.scales import LIMIT, measured, methods
 from lapwing.data.batches import Data
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.linalg.operators import back_product, forward_product, parts_with_rows
+from lapwing.linalg.operators import back_product, forward_product
 from lapwing.linalg.ridge import Ridge
-from lapwing.linalg.stochastic import Perturbed
 from lapwing.methods.sampled import Sampled
 from lapwing.networks.network import Network
 from lapwing.tangent import NetworkDesign
 from tests import problems
-from tests.cases import BY_NAME, Case, Wrapped
+from tests.cases import BY_NAME, Wrapped
 from tests.references import dense, ridge
 from tests.tolerances import SOLVED, assert_close, assert_near, assert_within, student
 from tests.unit.methods.sampled_problems import (
@@ -182,22 +181,6 @@ def test_a_g_prior_needs_the_curvature_of_the_fit() -> None:
 
 
 @pytest.mark.parametrize("prior", PRIORS)
-def test_many_samples_have_the_covariance_of_full(prior: str) -> None:
-    """Within and across inputs, and in the evidence's own γ."""
-    p = problem("categorical")
-    many, full = p.fit(lw.Sampled(num_samples=3000, tolerance=1e-6), prior), p.fit(lw.Full(), prior)
-    inputs = p.case.batch(2, seed=1)
-    joint = full.functions(inputs, joint=True)
-    gap = (many.function_samples(inputs, 3000) - joint.mean).flatten(1)
-    assert_within(gap[:, :, None] * gap[:, None, :], joint.cov.reshape(6, 6))
-    centred = gap.mean(0).abs() / (gap.std(0) / 3000**0.5)
-    assert float(centred.max()) <= 5
-    weights = many.posterior.samples[:, ::20]
-    exact = full.posterior.precision.solve(torch.eye(p.x.shape[1], dtype=D))[::20, ::20]
-    assert_within(weights[:, :, None] * weights[:, None, :], exact)
-
-
-@pytest.mark.parametrize("prior", PRIORS)
 def test_complete_noise_makes_everything_exact(prior: str) -> None:
     """As many samples as there are weights and rows, orthogonal: covariances and γ by layer are those of Full."""
     p = problem()
@@ -240,21 +223,6 @@ def test_functions_are_the_tangent_of_the_samples(name: str, count: int) -> None
     assert_close(part, (f + tangent)[:, 1:])
 
 
-def test_seeds() -> None:
-    p = problem("categorical")
-    inputs = p.case.batch(2)
-    method = lw.Sampled(num_samples=3, steps=2, probes=2)
-    gens = (torch.Generator().manual_seed(s) for s in (5, 5, 6))
-    one, same, other = (p.fit(method, generator=g) for g in gens)
-    assert torch.equal(one.function_samples(inputs, 3), same.function_samples(inputs, 3))
-    assert torch.equal(one.log_evidence(), same.log_evidence())
-    assert not torch.equal(one.function_samples(inputs, 3), other.function_samples(inputs, 3))
-    by_default, again = p.fit(method), p.fit(method)
-    assert torch.equal(by_default.weight_samples(3), again.weight_samples(3))
-    gen = torch.Generator().manual_seed(1)
-    assert torch.equal(one.weight_samples(2, gen), one.weight_samples(3)[:2])  # stored: the generator has no say
-
-
 def test_samples_that_are_not_there() -> None:
     p = problem()
     posterior = p.fit(lw.Sampled(num_samples=3))
@@ -265,6 +233,8 @@ def test_samples_that_are_not_there() -> None:
         posterior.function_samples(p.case.batch(2), 4)
     with pytest.raises(lw.errors.UnsupportedError, match="n is -1; expected an integer of at least 1"):
         posterior.weight_samples(-1)
+    gen = torch.Generator().manual_seed(1)
+    assert torch.equal(posterior.weight_samples(2, gen), posterior.weight_samples(3)[:2])  # the generator has no say
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -335,32 +305,6 @@ def test_parts_in_another_order_are_refused_by_descent(solver: str, monkeypatch:
         lw.fit(model, loader, lw.Gaussian(noise_std=0.3), method=lw.Sampled(solver=solver), prior=1.0)
 
 
-class Augmented:
-    """Other inputs at every pass."""
-
-    def __init__(self, case: Case) -> None:
-        self.case, self.gen = case, torch.Generator().manual_seed(3)
-
-    def __iter__(self) -> Iterator[Any]:
-        x = self.case.batch(6)
-        yield x + 0.1 * torch.randn(x.shape, dtype=D, generator=self.gen), problems.targets(self.case, 6)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_data_that_change_are_refused_before_the_first_iteration(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether they are held in memory or not; nothing is even drawn."""
-    case = BY_NAME["mlp"]
-    fit = lambda: lw.fit(
-        case.build(), Augmented(case), "classification", method=lw.Sampled(num_samples=2, solver=solver), prior=1.0
-    )
-    monkeypatch.setattr(Ridge, "draw", lambda *_, **__: pytest.fail("noise was drawn"))
-    with pytest.raises(lw.errors.DataError, match="a second reading of the data gave other rows"):
-        fit()
-    monkeypatch.setattr("lapwing.tangent.CACHE_SHARE", 0)
-    with pytest.raises(lw.errors.DataError, match="a second reading of the data gave other rows"):
-        fit()
-
-
 def test_order_does_not_matter_to_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamed in another order at every pass: Xᵀ ε is other noise, just as good, and each solve is right."""
     p, gen = problem("categorical"), torch.Generator().manual_seed(3)
@@ -407,12 +351,7 @@ def trained() -> tuple[nn.Module, Tensor, Tensor]:
     x = torch.randn(200, 3, dtype=D)
     y = x[:, :1].sin() + 0.05 * torch.randn(200, 1, dtype=D)
     model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1)).double()
-    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(500):
-        optimiser.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimiser.step()
-    model.zero_grad(set_to_none=True)
+    problems.descend(model, lambda model: (model(x) - y).square().mean(), 500, 1e-2)
     return model, x, y
 
 
@@ -639,22 +578,6 @@ def test_every_solver_gives_the_same_samples(settings: dict[str, Any], kind: str
     assert_close(samples(Sampled(num_samples=3, **settings), SAMPLED_SOLVERS_PRIORS[kind]()), expected, SOLVED)
 
 
-@pytest.mark.parametrize("part", [1, 4, None])
-def test_both_objectives_of_a_network_have_the_same_gradient(part: int | None) -> None:
-    """To 1e-12, over all data, in parts of whatever size; away from the solution."""
-    net, data = sampled_solvers_problem()
-    network = Network.build(net, data[0][0])
-    design = NetworkDesign.build(network, lw.Gaussian(noise_std=0.5), Data(data, CPU), part=part)
-    zeta, eps, z = (torch.randn(3, n, dtype=D) for n in (design.size, design.rows, design.size))
-    gradients, parts = [], list(parts_with_rows(design))
-    for name in ("reduced", "classic"):
-        objective = Perturbed(design, zeta, eps, 0.7).objective(name)
-        gradients.append(torch.stack([objective.estimate(z, *part, len(parts)) for part in parts]).mean(0))
-    one, other = gradients
-    assert float((one - other).abs().max()) <= 1e-12 * float(other.abs().max())
-    assert float(other.norm()) > 1
-
-
 @pytest.mark.parametrize("objective", ["reduced", "classic"])
 def test_stochastic_gradients_come_near(objective: str) -> None:
     expected = samples(Sampled(num_samples=3, tolerance=1e-12), lw.isotropic(3.0))
@@ -701,14 +624,10 @@ def test_priors_by_groups_are_refused(solver: str) -> None:
 
 
 def test_data_noise_is_kept_only_where_it_is_needed() -> None:
-    for solver in ("krylov", "cg"):
-        assert (
-            sampled_solvers_fitted(Sampled(num_samples=3, solver=solver), lw.isotropic(3.0)).posterior.solver.ridge.eps
-            is None
-        )
-    assert sampled_solvers_fitted(
-        Sampled(num_samples=3, solver="sdd"), lw.isotropic(3.0)
-    ).posterior.solver.ridge.eps.shape == (3, 22)
+    kept = [sampled_solvers_fitted(Sampled(num_samples=3, solver=solver), lw.isotropic(3.0)).posterior.solver.ridge.eps
+            for solver in ("krylov", "cg", "sdd")]  # fmt: skip
+    assert kept[0] is kept[1] is None
+    assert kept[2].shape == (3, 22)
 
 
 @pytest.mark.parametrize("cache", [None, 0], ids=["held", "streamed"])

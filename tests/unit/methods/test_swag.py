@@ -332,11 +332,7 @@ def test_a_rate_that_is_too_high() -> None:
 def test_a_strong_prior_raises_the_loss_and_not_the_objective() -> None:
     """Weights fall to zero, which is far from the data and no divergence."""
     model = net()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.05)
-    for _ in range(200):
-        optimiser.zero_grad()
-        (model(X) - Y).square().mean().backward()
-        optimiser.step()
+    problems.descend(model, lambda model: (model(X) - Y).square().mean(), 200, 0.05)
     start = 0.5 * (model(X) - Y).square().sum(1).mean().detach()
     assert float(start) < 0.1
     posterior = fitted(model, lw.Gaussian(noise_std=0.1), prior=1e4, learning_rate=1e-3, snapshots=100)

@@ -179,12 +179,7 @@ def smooth() -> tuple[nn.Module, Tensor, Tensor]:
     x = torch.linspace(-2, 2, 80, dtype=D)[:, None]
     y = torch.sin(2 * x) + 0.1 * torch.randn_like(x)
     model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1)).double()
-    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-    with torch.enable_grad():
-        for _ in range(300):
-            optimiser.zero_grad()
-            (model(x) - y).square().mean().backward()
-            optimiser.step()
+    problems.descend(model, lambda model: (model(x) - y).square().mean(), 300, 1e-2)
     return model, x, y
 
 

@@ -162,11 +162,12 @@ def test_seeded_jacobian(case: Case) -> None:
     assert_close(network.linearise(inputs).jacobians(seeds).whole(), expected)
 
 
-def test_squares_and_weighted_sums_of_every_block(case: Case) -> None:
-    """Σ J², Σ J w Jᵀ and its cross-sample form, block by block, against the dense Jacobian of the block."""
+@pytest.mark.parametrize("in_hand", [False, True])
+def test_squares_and_weighted_sums_of_every_block(case: Case, in_hand: bool) -> None:
+    """Σ J², Σ J w Jᵀ and its cross-sample form, block by block in any form, against the block's dense Jacobian."""
     model, inputs = case.build(), case.batch(4)
     jacobians = Network.build(model, inputs).linearise(inputs).jacobians()
-    for block, part in jacobians:
+    for block, part in jacobians.materialise() if in_hand else jacobians:
         flat = part.whole().reshape(4, jacobians.outputs, -1)
         weights = torch.rand(flat.shape[-1], dtype=torch.float64) + 0.1
         form = weights.reshape(block.form)

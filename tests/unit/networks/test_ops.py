@@ -292,9 +292,6 @@ NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
                            SEQUENCE),
     "position_parameter": (lambda: Wrapped(lambda m, x: m.head(torch.tanh(m.lin(x) + m.place)).mean(1),
                                            lin=nn.Linear(4, 6), place=free(5, 6), head=nn.Linear(6, 3)), SEQUENCE),
-    "position_network": (lambda: Wrapped(
-        lambda m, x: m.head(torch.tanh(m.lin(x) + m.place(torch.linspace(0, 1, 5).to(x)[:, None]))).mean(1),
-        lin=nn.Linear(4, 6), place=nn.Linear(1, 6), head=nn.Linear(6, 3)), SEQUENCE),
     "position_column": (lambda: Wrapped(lambda m, x: m.head(torch.tanh(m.lin(x) + m.place[:, None]).mean(1)),
                                         lin=nn.Linear(4, 6), place=free(5), head=nn.Linear(6, 3)), SEQUENCE),
     "shared_context": (lambda: Wrapped(lambda m, x: m.head(torch.tanh(m.lin(x) + m.context(m.start))),
@@ -309,9 +306,6 @@ NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
                                          attend=nn.MultiheadAttention(8, 2, batch_first=True)), SEQUENCE),
     "repeated_samples": (lambda: Wrapped(lambda m, x: m.head(torch.tanh(m.lin(x.repeat(2, 1)))).view(2, -1, 3).mean(0),
                                          lin=nn.Linear(4, 6), head=nn.Linear(6, 3)), VECTOR),
-    "interleaved_samples": (lambda: Wrapped(
-        lambda m, x: m.head(torch.tanh(m.lin(x.repeat_interleave(2, 0)))).view(-1, 2, 3).mean(1),
-        lin=nn.Linear(4, 6), head=nn.Linear(6, 3)), VECTOR),
     # sums and products with a parameter
     "broadcast_bias": (lambda: Wrapped(broadcast_bias, lin=nn.Linear(4, 5, bias=False), bias=free(5),
                                        head=nn.Linear(5, 3)), VECTOR),
@@ -334,9 +328,6 @@ NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
                                            head=nn.Linear(5, 3)), VECTOR),
     "rows_of_a_weight": (lambda: Wrapped(lambda m, x: F.linear(x, m.w[2:5], m.b[2:5]) + F.linear(x, m.w[:3]),
                                          w=free(6, 4), b=free(6)), VECTOR),
-    "picked_rows": (lambda: Wrapped(lambda m, x: F.linear(x, m.w[[2, 0, 1]], m.b[[2, 0, 1]]), w=free(6, 4), b=free(6)),
-                    VECTOR),
-    "scaled_weight": (lambda: Wrapped(lambda m, x: F.linear(x, 2 * m.w, m.b) * 1.5, w=free(3, 4), b=free(3)), VECTOR),
     "alpha_and_beta": (lambda: Wrapped(lambda m, x: torch.addmm(m.b, x, m.w, alpha=0.5, beta=2.0), w=free(4, 3),
                                        b=free(3)), VECTOR),
     "squared_weight": (lambda: Wrapped(lambda m, x: x @ (m.w @ m.w), w=free(4, 4)), VECTOR),
@@ -353,7 +344,6 @@ NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "vector_output_fallback": (lambda: Wrapped(
         lambda m, x: m.net(x).squeeze(-1),
         net=nn.Sequential(nn.Linear(4, 6), nn.PReLU(6), nn.Linear(6, 1))), VECTOR),
-    "one_map_many_tokens": (lambda: Wrapped(lambda m, x: m.lin(x).unflatten(1, (2, 3)), lin=nn.Linear(4, 6)), VECTOR),
     # convolutions and norms
     "circular_padding": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.Tanh(),
                                                nn.Flatten(), nn.Linear(120, 3)), IMAGE),
@@ -367,17 +357,12 @@ NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "instance_norm": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Tanh(),
                                             nn.Flatten(), nn.Linear(48, 3)), IMAGE),
     "layer_norm_2d": (lambda: nn.Sequential(nn.LayerNorm((5, 4)), nn.Flatten(), nn.Linear(20, 3)), SEQUENCE),
-    "group_norm_vector": (lambda: nn.Sequential(nn.Linear(4, 6), nn.GroupNorm(2, 6), nn.Linear(6, 3)), VECTOR),
     "rms_norm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6), nn.Tanh(), nn.Linear(6, 3)), VECTOR),
     "spectral_norm": (lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh(),
                                             nn.Linear(6, 3)), VECTOR),
     # the backward pass, one operation after another
     "overlapping_max_pool": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.MaxPool2d(3, 1, 1), nn.Flatten(),
                                                    nn.Linear(80, 3)), IMAGE),
-    "dilated_max_pool": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.MaxPool2d(2, 1, dilation=2), nn.Flatten(),
-                                               nn.Linear(24, 3)), IMAGE),
-    "max_pool_1d": (lambda: nn.Sequential(nn.Conv1d(5, 6, 2), nn.MaxPool1d(2, 1), nn.Flatten(), nn.Linear(12, 3)),
-                    SEQUENCE),
     "average_pool": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.AvgPool2d(3, 2, 1), nn.Tanh(), nn.Flatten(),
                                            nn.Linear(24, 3)), IMAGE),
     "average_pool_without_padding": (lambda: nn.Sequential(
@@ -389,10 +374,6 @@ NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
         nn.Linear(4, 6), nn.SiLU(), nn.Linear(6, 6), nn.LeakyReLU(0.2), nn.Linear(6, 6), nn.GELU("tanh"),
         nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.ELU(), nn.Linear(6, 6),
         nn.ReLU6(), nn.Linear(6, 6), nn.Softplus(), nn.Linear(6, 3)), VECTOR),
-    "gated": (lambda: Wrapped(lambda m, x: m.head(m.one(x) * m.two(x).sigmoid()), one=nn.Linear(4, 6),
-                              two=nn.Linear(4, 6), head=nn.Linear(6, 3)), VECTOR),
-    "squared": (lambda: Wrapped(lambda m, x: m.head(m.lin(x) * m.lin(x)), lin=nn.Linear(4, 6), head=nn.Linear(6, 3)),
-                VECTOR),
     "same_tensor_twice": (lambda: Wrapped(lambda m, x: (lambda h: m.head(h * h + h))(m.lin(x)), lin=nn.Linear(4, 6),
                                           head=nn.Linear(6, 3)), VECTOR),
     "squeeze_and_excite": (lambda: Wrapped(
@@ -401,10 +382,6 @@ NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "sums_and_means": (lambda: Wrapped(
         lambda m, x: m.head(m.lin(x).tanh().sum(1, keepdim=True).squeeze(1) + m.lin(x).mean(-2)),
         lin=nn.Linear(4, 6), head=nn.Linear(6, 3)), SEQUENCE),
-    "activation_then_sum": (lambda: Wrapped(lambda m, x: m.head(m.lin(x).tanh().relu().sum(1)), lin=nn.Linear(4, 6),
-                                            head=nn.Linear(6, 3)), SEQUENCE),
-    "sum_pooled_convolution": (lambda: Wrapped(lambda m, x: m.head(m.conv(x).relu().sum((2, 3))),
-                                               conv=nn.Conv2d(2, 4, 2), head=nn.Linear(4, 3)), IMAGE),
     # a gradient that two places hold must not be changed in place by one of them
     "one_position_and_bias": (lambda: Wrapped(lambda m, x: m.lin(x).tanh().sum(1) + m.bias, lin=nn.Linear(4, 3),
                                               bias=free(3)), (1, 4)),
@@ -415,10 +392,6 @@ NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
         bias=free(3)), VECTOR),
     "weighted_sum": (lambda: Wrapped(lambda m, x: m.head(torch.add(m.one(x).tanh(), m.two(x), alpha=-2.5)),
                                      one=nn.Linear(4, 6), two=nn.Linear(4, 6), head=nn.Linear(6, 3)), VECTOR),
-    "scaled_difference": (lambda: Wrapped(lambda m, x: m.head(3 * m.one(x) - m.two(x) / 2), one=nn.Linear(4, 6),
-                                          two=nn.Linear(4, 6), head=nn.Linear(6, 3)), VECTOR),
-    "permuted": (lambda: Wrapped(lambda m, x: m.head(m.lin(x).unflatten(2, (2, 3)).permute(0, 3, 1, 2).flatten(1)),
-                                 lin=nn.Linear(4, 6), head=nn.Linear(30, 3)), SEQUENCE),
     "channels_last": (lambda: Wrapped(
         lambda m, x: m.head(m.conv(x).permute(0, 2, 3, 1).contiguous().mean((1, 2))), conv=nn.Conv2d(2, 4, 2),
         head=nn.Linear(4, 3)), IMAGE),
@@ -437,8 +410,6 @@ NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
                                           cell=nn.RNN(4, 6, batch_first=True, bidirectional=True)), SEQUENCE),
     "projected_lstm": (lambda: Wrapped(lambda m, x: m.head(m.cell(x)[0][:, -1]), head=nn.Linear(3, 2),
                                        cell=nn.LSTM(4, 6, batch_first=True, proj_size=3)), SEQUENCE),
-    "time_major_gru": (lambda: Wrapped(lambda m, x: m.head(m.cell(x.transpose(0, 1))[0][-1]), head=nn.Linear(6, 2),
-                                       cell=nn.GRU(4, 6)), SEQUENCE),
 }  # fmt: skip
 
 

@@ -64,7 +64,6 @@ ENDINGS = {
     "linear": Ending(lambda: body(nn.Linear(WIDTH, 5)), (3,), (5,)),
     "no bias": Ending(lambda: body(nn.Linear(WIDTH, 5, bias=False)), (3,), (5,)),
     "tokens": Ending(lambda: body(nn.Linear(WIDTH, 5)), (2, 3), (2, 5)),
-    "tokens, no bias": Ending(lambda: body(nn.Linear(WIDTH, 5, bias=False)), (2, 3), (2, 5)),
     "several tokens at a position": Ending(lambda: body(nn.Linear(WIDTH, 10), nn.Unflatten(1, (2, 5))), (3,), (2, 5)),
     "a product and a sum": Ending(
         lambda: Wrapped(with_product, body=body(), weight=nn.Parameter(torch.randn(WIDTH, 5)),

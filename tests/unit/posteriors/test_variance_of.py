@@ -159,17 +159,11 @@ NONE: dict[str, tuple[Any, str]] = {
     ),
     "nothing": (lambda w: w["0.weight"][:0].sum(1), r"gives a tensor of shape \(0,\) .*; expected a tensor of one"),
     "a number": (lambda w: float(w["0.weight"].detach().sum()), r"gives -?\d.*; expected a tensor of one number"),
-    "words": (lambda w: "norm", r"gives 'norm'; expected a tensor of one number"),
     "a constant": (lambda w: w["0.weight"].detach().sum(), r"does not depend on them; expected one of the selected"),
     "no number": (lambda w: w["2.bias"].sum() * torch.nan, r"gives nan with slopes up to nan; expected finite numbers"),
-    "too much": (lambda w: w["2.bias"].sum() / 0, r"gives -?inf with slopes up to inf; expected finite numbers"),
     "a root of zero": (
         lambda w: (w["2.bias"] - w["2.bias"].detach()).sum().sqrt(),
         r"gives 0 with slopes up to inf; expected finite numbers\. Give one that is smooth.*no square root of zero",
-    ),
-    "a norm of nought": (
-        lambda w: (w["0.weight"] - w["0.weight"].detach()).square().sum().sqrt(),
-        r"gives 0 with slopes up to nan; expected finite numbers",
     ),
 }
 
@@ -338,17 +332,13 @@ def test_a_function_of_many_outputs_is_taken_in_parts(monkeypatch: pytest.Monkey
 
 NO_FUNCTION: dict[str, tuple[Any, str]] = {
     "a matrix": (lambda f: f, r"gives a tensor of shape \(3, 1\) .*; expected a tensor of one number. Take one entry"),
-    "nothing": (lambda f: f[:0], r"gives a tensor of shape \(0, 1\) .*; expected a tensor of one number"),
     "a number": (lambda f: float(f.detach().sum()), r"gives -?\d.*; expected a tensor of one number"),
-    "words": (lambda f: "mean", r"gives 'mean'; expected a tensor of one number"),
     "a constant": (
         lambda f: f.detach().sum(),
         r"does not depend on them; expected one that can be differentiated in f",
     ),
     "a class": (lambda f: f.argmax().double(), r"does not depend on them; .*without detach\(\), item\(\), argmax\(\)"),
-    "another's": (lambda f: torch.ones(1, requires_grad=True).sum(), r"does not depend on them; expected"),
     "no number": (lambda f: f.sum() * torch.nan, r"gives nan with slopes up to nan; expected finite numbers"),
-    "too much": (lambda f: f.sum() / 0, r"gives -?inf with slopes up to inf; expected finite numbers"),
     "a corner": (lambda f: (f - f.detach()).sum().sqrt(), r"gives 0 with slopes up to inf; expected finite numbers"),
 }
 

@@ -122,11 +122,13 @@ def test_lbfgs_sees_all_batches_at_once() -> None:
     assert float((flat(whole.model) - flat(mlp())).abs().max()) > 0.1
 
 
-def wave() -> tuple[Tensor, Tensor]:
-    """sin 2x with a noise of 0.2."""
+def wave() -> tuple[nn.Module, Tensor, Tensor]:
+    """A network of 19 weights, and sin 2x with a noise of 0.2."""
     gen = torch.Generator().manual_seed(0)
     x = torch.linspace(-2, 2, 120, dtype=D)[:, None]
-    return x, (2 * x).sin() + 0.2 * torch.randn(120, 1, dtype=D, generator=gen)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(D)
+    return net, x, (2 * x).sin() + 0.2 * torch.randn(120, 1, dtype=D, generator=gen)
 
 
 def test_classic_ends_at_mackays_fixed_point() -> None:
@@ -136,9 +138,7 @@ def test_classic_ends_at_mackays_fixed_point() -> None:
     y·s below 1e-10, so it may be slow once gradients are below 1e-5 or so. The noise is known to 1 part in √(2·110),
     0.014, and three times that is allowed.
     """
-    x, y = wave()
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(D)
+    net, x, y = wave()
     trained = lw.train(net, problems.split(x, y, (50, 37, 33)), "regression", recipe=lw.recipes.classic(35))
     model, alpha, phi = trained.model, trained.posterior.prior.values, trained.posterior.likelihood.dispersion
     reference = Linearised.of("gaussian", model, x, y)
@@ -158,9 +158,7 @@ def test_classic_ends_at_mackays_fixed_point() -> None:
 
 def test_classic_by_layer() -> None:
     """One α for each layer: γ_d / |w_d|²."""
-    x, y = wave()
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(D)
+    net, x, y = wave()
     trained = lw.train(net, [(x, y)], "regression", recipe=lw.recipes.classic(25, prior=lw.per_layer(1.0)))
     phi, values = trained.posterior.likelihood.dispersion, trained.posterior.prior.values
     owner = torch.tensor([0] * 12 + [1] * 7)
@@ -175,9 +173,7 @@ def test_classic_by_layer() -> None:
 
 def test_online_learns_noise_and_precisions() -> None:
     """Kronecker evidence on mini-batches: noise near the truth, different precisions, more evidence."""
-    x, y = wave()
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(D)
+    net, x, y = wave()
     recipe = lw.recipes.online(150, rate=0.05, update=lw.tuners.Ascend(steps=10), frequency=5)
     trained = lw.train(net, problems.split(x, y, (50, 37, 33)), "regression", recipe=recipe)
     assert float(trained.posterior.likelihood.dispersion.sqrt()) == pytest.approx(0.2, abs=0.05)
@@ -230,18 +226,6 @@ def test_when_the_evidence_is_asked(settings: dict[str, Any], expected: list[int
     assert len(calls) == len(expected)
 
 
-NETWORKS: dict[str, Any] = {
-    "mlp": BY_NAME["mlp"].build,
-    "cnn": BY_NAME["cnn"].build,
-    "resnet_batchnorm": BY_NAME["resnet_batchnorm"].build,
-    "fixup": lambda: (torch.manual_seed(3), Fixup().to(D))[1],
-    "norms": BY_NAME["norms"].build,
-    "tied": BY_NAME["tied"].build,
-    "shared_weight": BY_NAME["shared_weight"].build,
-    "dict_input": BY_NAME["dict_input"].build,
-    "token_level": BY_NAME["token_level"].build,
-    "squeezed": BY_NAME["squeezed"].build,
-}
 PRIORS: dict[str, Any] = {
     "isotropic": lw.isotropic(0.5),
     "per_layer": lw.per_layer(0.5),
@@ -272,7 +256,7 @@ def test_networks_of_every_kind(name: str, kind: str, prior: str) -> None:
     """The given model is not changed; the copy fits better; its evidence is that of dense matrices."""
     x, y = training_data(name, kind)
     data = problems.split(x, y, (5, 3, 4))
-    model = NETWORKS[name]()
+    model = (torch.manual_seed(3), Fixup().to(D))[1] if name == "fixup" else BY_NAME[name].build()
     recipe = lw.recipes.online(3, method=lw.Full(), prior=PRIORS[prior], update=lw.tuners.Ascend(steps=4), rate=0.02)
     trained = problems.unchanged(model, lambda: lw.train(model, data, LIKELIHOODS[kind], recipe=recipe))
     assert all(not epoch.finding for epoch in trained.history)

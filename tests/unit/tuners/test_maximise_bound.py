@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -96,17 +96,6 @@ def moved(posterior: lw.Fitted, log_values: Tensor, log_noise: Tensor | None = N
     if log_noise is not None:
         changed = changed.with_likelihood(changed.likelihood.with_dispersion(log_noise.exp()))
     return posterior.posterior.with_problem(changed)  # type: ignore[attr-defined]
-
-
-def slope(of: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-3) -> Tensor:
-    """Central differences of the fourth order, one entry after another."""
-    slopes = []
-    for i in range(at.numel()):
-        unit = torch.zeros(at.numel(), dtype=D)
-        unit[i] = step
-        low, less, more, high = (of(at + k * unit.reshape(at.shape)).detach() for k in (-2, -1, 1, 2))
-        slopes.append((low - 8 * less + 8 * more - high) / (12 * step))
-    return torch.stack(slopes).reshape(at.shape)
 
 
 @pytest.mark.parametrize(
