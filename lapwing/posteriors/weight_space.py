@@ -230,6 +230,22 @@ def _as_pairs(block: Tensor, rows: LayerJacobians, columns: LayerJacobians) -> T
     return block.reshape(rows.batch, rows.outputs, columns.batch, columns.outputs)
 
 
+def moments_at(
+    network: Network, x: Inputs, query: Query, second: Callable[[Tangent], Tensor], dim: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the wanted outputs at x, and what ``second`` computes of each chunk of inputs, joined along ``dim``."""
+    means: list[Tensor] = []
+
+    def parts() -> Iterator[Tensor]:
+        for _, tangent in network.tangents(x, chosen=query.outputs):
+            means.append(tangent.f.to(network.dtype))
+            yield second(tangent)
+
+    count = network.count(x)
+    moments = concat_chunks(parts(), count, dim)
+    return concat_chunks(means, count), moments
+
+
 class Linearised(Posterior):
     """A belief about the weights that the Jacobian maps to outputs; another prior or noise needs no data."""
 
@@ -244,16 +260,12 @@ class Linearised(Posterior):
         """Return the belief at x, by backward passes for the wanted outputs alone, with its covariance computed."""
         if query.joint:
             return FunctionGaussian.across(*joint_covariance(self.cross, self.problem.network, x, query.outputs))
-        network, means = self.passing, []
 
-        def parts() -> Iterator[Tensor]:
-            for _, tangent in network.tangents(x, chosen=query.outputs):
-                means.append(tangent.f.to(network.dtype))
-                runs = (self.covariance(jacobian) for jacobian in tangent.output_runs(whole_tokens=True))
-                yield concat_chunks(runs, tangent.tokens, 1).reshape(*means[-1].shape, -1)
+        def covariances(tangent: Tangent) -> Tensor:
+            runs = (self.covariance(jacobian) for jacobian in tangent.output_runs(whole_tokens=True))
+            return concat_chunks(runs, tangent.tokens, 1).reshape(*tangent.f.shape, -1)
 
-        cov = concat_chunks(parts(), network.count(x))
-        return FunctionGaussian(concat_chunks(means, len(cov)), cov)
+        return FunctionGaussian(*moments_at(self.passing, x, query, covariances))
 
 
 MAX_ROUNDING = 1e-2  # condition number times the squared rounding unit, above which a variance may be 1 % off
@@ -406,15 +418,7 @@ class WeightPosterior(AtCentre):
         self, x: Inputs, query: Query, second: Callable[[Precision, Tangent], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return the wanted outputs, and what ``second`` computes for them: covariances or variances."""
-        network, means = self.passing, []
-
-        def parts() -> Iterator[Tensor]:
-            for _, tangent in network.tangents(x, chosen=query.outputs):
-                means.append(tangent.f.to(network.dtype))
-                yield second(self.precision, tangent)
-
-        moments = concat_chunks(parts(), network.count(x))
-        return concat_chunks(means, len(moments)), moments
+        return moments_at(self.passing, x, query, partial(second, self.precision))
 
     def covariance(self, jacobian: LayerJacobians) -> Tensor:
         """Return J Λ⁻¹ Jᵀ of each datum, (B, S, C, C)."""
@@ -602,17 +606,12 @@ def _of_one_network(members: Sequence[Posterior], x: Inputs, query: Query, most:
     if query.shape(network.output_shape)[-1] > most:
         return [each.belief(x, query) for each in members]
     linearised = [each for each in members if each.linearised]
+    if not linearised:
+        return [each.belief(x, query) for each in members]
     if len({id(each.shared) for each in linearised}) == 1:  # one use of the Jacobian
         network = linearised[0].passing
-    means: list[Tensor] = []
-
-    def parts() -> Iterator[Tensor]:
-        for _, tangent in network.tangents(x, chosen=query.outputs):
-            means.append(tangent.f.to(network.dtype))
-            yield member_covariances(linearised, tangent)
-
-    covs = iter(concat_chunks(parts(), network.count(x), 1) if linearised else ())
-    mean = concat_chunks(means, network.count(x)) if linearised else network.theta()[:0]
+    mean, stacked = moments_at(network, x, query, partial(member_covariances, linearised), 1)
+    covs = iter(stacked)
     return [FunctionGaussian(mean, next(covs)) if each.linearised else each.belief(x, query) for each in members]
 
 
