@@ -171,21 +171,19 @@ class RowsFactor(Factor):
         rows = self.rows.double()
         return rows @ rows.mT
 
-    def spectrum_from(self, values: Tensor, vectors: Tensor) -> Spectrum:
-        """Return the spectrum from the decomposition of ``symmetric``.
+    def spectrum_from(self, values: Tensor, vectors: Tensor, scale: Tensor | None = None) -> Spectrum:
+        """Return the spectrum from the decomposition of ``symmetric``, with a scale of the basis if there is one.
 
         The vectors of M are sums of rows. They are made orthonormal from the largest eigenvalue down: rounding of large
         directions would drown the small ones.
         """
         sums = self.rows.to(vectors).mT @ vectors.flip(-1)
-        basis = self.basis_of(torch.linalg.qr(sums).Q.to(self.dtype))
+        basis = ThinBasis(torch.linalg.qr(sums).Q.to(self.dtype), scale)
         return Spectrum(torch.nn.functional.pad(values.flip(-1), (0, 1)).to(self.dtype), basis)
 
     def whiten(self, root: Tensor) -> Spectrum:
         white = RowsFactor(self.rows.double() * root.unsqueeze(-2), self.dtype)
-        spectrum = white.spectrum_from(*psd_eigh(white.symmetric()))
-        assert isinstance(spectrum.basis, ThinBasis)
-        return Spectrum(spectrum.values, spectrum.basis.with_scale(root.to(self.dtype)))
+        return white.spectrum_from(*psd_eigh(white.symmetric()), root.to(self.dtype))
 
     def diagonal(self) -> Tensor:
         return self.rows.square().sum(-2, dtype=torch.float64)
@@ -404,16 +402,11 @@ def share_spectra(factors: Sequence[Factor], processes: Processes) -> None:
     owners = assign_jobs(work, processes.size)
     own = [factor for factor, owner in zip(each, owners, strict=True) if owner == processes.rank]
     decompose(own)  # those of equal size together
-    jobs = [partial(_spectrum_numbers, factor) for factor in each]
+    numbers = lambda factor: [factor.spectrum.values, factor.spectrum.basis.vectors]
+    jobs = [partial(numbers, factor) for factor in each]
     spectra = processes.run_jobs(jobs, work, tensors[0].device if tensors else torch.device("cpu"))
     for factor, (values, vectors) in zip(each, spectra, strict=True):
         vars(factor)["spectrum"] = Spectrum(values, factor.basis_of(vectors))  # where its cached property looks
-
-
-def _spectrum_numbers(factor: Factor) -> list[Tensor]:
-    basis = factor.spectrum.basis
-    assert isinstance(basis, FullBasis | ThinBasis)
-    return [factor.spectrum.values, basis.vectors]
 
 
 def psd_eigh_each(matrices: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[tuple[Tensor, Tensor]]:

@@ -152,9 +152,6 @@ class BlockwisePrecision(Precision):
     def adjoint(self, v: Tensor) -> Tensor:
         return self._by_block(v, lambda precision, part: precision.adjoint(part))
 
-    def solve(self, v: Tensor) -> Tensor:
-        return self._by_block(v, lambda precision, part: precision.sample(precision.adjoint(part)))
-
     def variances(self) -> Tensor:
         return flatten_blocks([precision.variances() for precision in self.blocks], self.layout, self.selection)
 
@@ -426,8 +423,10 @@ class KroneckerBlock(BlockCurvature):
         return Eigen(self.out.spectrum, self.inp.spectrum, self.rows)
 
     def precision(self, phi: Tensor, prior: BlockPrior, block: Block) -> EigenPrecision:
-        if prior.scale is not None:
-            return self._rescale(phi, prior.value, prior.scale, block)
+        if prior.scale is not None:  # for a prior g D: each factor of H is whitened by its factor of D, once for all g
+            scale = prior.scale
+            white = self._whitened.at(scale, lambda: self._whitening(scale, block))
+            return white.precision(phi, prior.value, scale.double().log().sum())
         if not prior.value.ndim:
             return self.eigen.precision(phi, prior.value)
         if not torch.allclose(prior.value, prior.value[:, :1].expand_as(prior.value)):
@@ -435,29 +434,17 @@ class KroneckerBlock(BlockCurvature):
                 f"the prior differs between outputs inside {block.weight}; a Kronecker block allows one "
                 "precision, or one for each input. Use isotropic() or per_layer(), or method=Diagonal() or Full()."
             )
+        # Λ = (I ⊗ √D)(B ⊗ D^-½ A D^-½ / φ + I)(I ⊗ √D) is exact for any prior D that differs by input.
         by_input = prior.value.mean(1).double()  # the gradient is shared equally by all outputs
-        return self._by_input(phi, by_input, block.d_out * by_input.log().sum())
-
-    def _by_input(self, phi: Tensor, by_input: Tensor, logdet: Tensor) -> EigenPrecision:
-        """Return Λ = (I ⊗ √D)(B ⊗ D^-½ A D^-½ / φ + I)(I ⊗ √D), exact for any prior that differs by input."""
-        return Eigen(self.out.spectrum, self.inp.whiten(by_input.rsqrt()), self.rows).precision(
-            phi, torch.ones(()), logdet
-        )
-
-    def _rescale(self, phi: Tensor, g: Tensor, scale: Tensor, block: Block) -> EigenPrecision:
-        """Return Λ for a prior g D with a fixed D = D_out ⊗ D_in.
-
-        Each factor of H is whitened by its factor of D, once for all g and φ.
-        """
-        white = self._whitened.at(scale, lambda: self._whitening(scale, block))
-        return white.precision(phi, g, scale.double().log().sum())
+        white = Eigen(self.out.spectrum, self.inp.whiten(by_input.rsqrt()), self.rows)
+        return white.precision(phi, torch.ones(()), block.d_out * by_input.log().sum())
 
     @cached_property
     def _whitened(self) -> Latest[Tensor, Eigen]:
         return Latest(torch.equal)
 
     def _whitening(self, scale: Tensor, block: Block) -> Eigen:
-        """Return the eigendecomposition in units of ``scale``."""
+        """Return the eigendecomposition in units of ``scale`` D = D_out ⊗ D_in."""
         by_out, by_inp = scale[:, :, 0], scale[:, 0] / scale[:, 0, :1]
         if not torch.allclose(by_out.unsqueeze(-1) * by_inp.unsqueeze(-2), scale, rtol=1e-4):
             raise UnsupportedError(

@@ -293,6 +293,7 @@ class Basis:
     """
 
     exact: bool = True  # whether the matrix is diagonal in it; False where its diagonal alone was taken
+    vectors: Tensor  # (G, d, r), of the single directions; a basis of axes has none
 
     @property
     def counts(self) -> Tensor | None:
@@ -470,10 +471,6 @@ class ThinBasis(Basis):
         inside = _times(x, self.vectors.square())
         rest = (x.sum(-1, keepdim=True) - inside.sum(-1, keepdim=True)) / (size - rank)
         return torch.cat([inside, rest], -1)
-
-    def with_scale(self, scale: Tensor) -> ThinBasis:
-        """Return the basis of a matrix in units of ``scale`` (G, d)."""
-        return replace(self, scale=scale)
 
 
 def pool_pairs(out: Basis, inp: Basis, squares: Tensor) -> Tensor:
