@@ -27,7 +27,7 @@ from lapwing.predictives.base import (
 from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.settings import integer
 from lapwing.runtime.threads import uniform
-from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, by_inputs, normal_nodes, normal_rule, psd_root
+from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, by_nodes, normal_rule, psd_root
 
 P = TypeVar("P", bound=LabelPredictive)
 
@@ -278,37 +278,31 @@ class BinaryPredictive(MultilabelPredictive):
 
     @cached_property
     def aleatoric(self) -> Tensor:
-        def entropies(rows: slice) -> Tensor:
-            nodes, weights = normal_nodes(self.belief, rows)
-            p = nodes.sigmoid()
+        def entropies(f: Tensor, weights: Tensor, rows: slice) -> Tensor:
+            p = f.sigmoid()
             return ((torch.special.entr(p) + torch.special.entr(1 - p)) * weights).sum((-1, -2))
 
-        return by_inputs(self.belief, entropies)
+        return by_nodes(self.belief, entropies)
 
     @cached_property
     def integrated_probs(self) -> Tensor:
-        def probabilities(rows: slice) -> Tensor:
-            nodes, weights = normal_nodes(self.belief, rows)
-            return (nodes.sigmoid() * weights).sum(-1)
-
-        return by_inputs(self.belief, probabilities)
+        return by_nodes(self.belief, lambda f, weights, rows: (f.sigmoid() * weights).sum(-1))
 
 
 def binary_probit(belief: FunctionGaussian) -> tuple[Tensor, Tensor]:
     """Return log sigmoid(± m / sqrt(1 + π/8 var)), the probit approximation of log p(1) and log p(0)."""
-    scaled = belief.mean / torch.sqrt(1 + math.pi / 8 * belief.variance)
+    scaled = probit_logits(belief.mean, belief.variance)
     return F.logsigmoid(scaled), F.logsigmoid(-scaled)
 
 
 def quadrature(belief: FunctionGaussian) -> tuple[Tensor, Tensor]:
     """Return log p(1) and log p(0) by numerical integration over the logit."""
 
-    def logs(rows: slice) -> Tensor:
-        nodes, weights = normal_nodes(belief, rows)
-        each = (torch.logsumexp(F.logsigmoid(sign * nodes) + weights.log(), -1) for sign in (1, -1))
+    def logs(f: Tensor, weights: Tensor, rows: slice) -> Tensor:
+        each = (torch.logsumexp(F.logsigmoid(sign * f) + weights.log(), -1) for sign in (1, -1))
         return torch.stack(list(each), 1)
 
-    both = by_inputs(belief, logs)
+    both = by_nodes(belief, logs)
     return both[:, 0], both[:, 1]
 
 

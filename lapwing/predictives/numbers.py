@@ -34,7 +34,7 @@ from lapwing.predictives.base import (
 from lapwing.predictives.scores import NumberScoring
 from lapwing.runtime.settings import PROBABILITY, integer
 from lapwing.runtime.threads import normal, poisson
-from lapwing.values.gaussian import FunctionGaussian, by_inputs, normal_nodes
+from lapwing.values.gaussian import FunctionGaussian, by_nodes, normal_nodes
 
 P = TypeVar("P", bound=NumberPredictive)
 
@@ -408,12 +408,11 @@ class CountPredictive(NumberPredictive):
         if not bool((y == y.round()).all()):
             raise DataError("y has fractions; expected counts: whole numbers from 0.")
 
-        def logs(rows: slice) -> Tensor:
-            nodes, weights = normal_nodes(self.belief, rows)
-            each = y[rows] * nodes - nodes.exp() - torch.lgamma(y[rows] + 1)
+        def logs(f: Tensor, weights: Tensor, rows: slice) -> Tensor:
+            each = y[rows] * f - f.exp() - torch.lgamma(y[rows] + 1)
             return torch.logsumexp(each + weights.log(), -1).sum(-1)
 
-        return by_inputs(self.belief, logs)
+        return by_nodes(self.belief, logs)
 
     def quantile(self, level: float) -> Tensor:
         """Return whole numbers: the smallest whose cumulative probability is at least ``level``."""
@@ -423,12 +422,11 @@ class CountPredictive(NumberPredictive):
         """Return the probability of at most y counts, for each output by itself, (B, C) in float64."""
         count = check_numbers(y, self.mean.double()).floor().expand(self.mean.shape)
 
-        def below(rows: slice) -> Tensor:
-            nodes, weights = normal_nodes(self.belief, rows)
-            each = torch.special.gammaincc(count[rows].clamp_min(0).unsqueeze(-1) + 1, nodes.double().exp())
+        def below(f: Tensor, weights: Tensor, rows: slice) -> Tensor:
+            each = torch.special.gammaincc(count[rows].clamp_min(0).unsqueeze(-1) + 1, f.double().exp())
             return (each * weights.double()).sum(-1)
 
-        return torch.where(count < 0, 0.0, by_inputs(self.belief, below))
+        return torch.where(count < 0, 0.0, by_nodes(self.belief, below))
 
     def reach(self, deviations: int) -> Tensor:
         """Return counts beyond which the probability is negligible, (B, C) in float64; raise if they overflow."""
@@ -462,12 +460,11 @@ class CountPredictive(NumberPredictive):
             )
         counts = torch.arange(top + 1, dtype=torch.float64, device=self.mean.device)
 
-        def part(rows: slice) -> Tensor:
-            nodes, weights = normal_nodes(self.belief, rows, COUNT_NODES)
-            nodes = nodes.double().unsqueeze(-1)
-            return total(counts * nodes - nodes.exp() - torch.lgamma(counts + 1), weights.double())
+        def part(f: Tensor, weights: Tensor, rows: slice) -> Tensor:
+            f = f.double().unsqueeze(-1)
+            return total(counts * f - f.exp() - torch.lgamma(counts + 1), weights.double())
 
-        return by_inputs(self.belief, part, 8 * COUNT_NODES * (top + 1))
+        return by_nodes(self.belief, part, COUNT_NODES, 8 * COUNT_NODES * (top + 1))
 
     @cached_property
     def entropy(self) -> Tensor:

@@ -596,14 +596,20 @@ def normal_nodes(
     return belief.mean[rows].unsqueeze(-1) + belief.std[rows].unsqueeze(-1) * nodes, weights
 
 
-def by_inputs(belief: FunctionGaussian, compute: Callable[[slice], Tensor], numbers: int = 4 * NORMAL_NODES) -> Tensor:
-    """Return what ``compute`` returns for all inputs, (B, ...), a few at a time.
+def by_nodes(
+    belief: FunctionGaussian,
+    compute: Callable[[Tensor, Tensor, slice], Tensor],
+    count: int = NORMAL_NODES,
+    numbers: int = 4 * NORMAL_NODES,
+) -> Tensor:
+    """Return what ``compute(f, weights, rows)`` returns for all inputs, (B, ...), a few at a time.
 
-    It takes ``numbers`` for each output of an input.
+    It gets what ``normal_nodes`` returns for some inputs, and takes ``numbers`` for each output of an input.
     """
     mean = belief.mean
     each = mean.element_size() * numbers * mean[:1].numel()
-    return concat_chunks((compute(rows) for rows in chunks(len(mean), each, mean.device)), len(mean))
+    parts = (compute(*normal_nodes(belief, rows, count), rows) for rows in chunks(len(mean), each, mean.device))
+    return concat_chunks(parts, len(mean))
 
 
 @dataclass(frozen=True, eq=False)
