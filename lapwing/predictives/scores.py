@@ -22,7 +22,6 @@ from lapwing.values.arrays import mean_of_ties
 if TYPE_CHECKING:
     from lapwing.predictives.base import (
         ClassPredictive,
-        LabelPredictive,
         MultilabelPredictive,
         NumberPredictive,
         Predictive,
@@ -225,6 +224,12 @@ class Scoring(Generic[P]):
 
     def uncertainty(self, predictive: P, by: str) -> Tensor:
         """Return one of ``uncertainties`` of each input, (B,) in float64: the higher, the less certain."""
+        if by == self.uncertainties[0]:
+            return self.doubt(predictive)
+        return (predictive.entropy if by == "entropy" else predictive.mutual_information).double()
+
+    def doubt(self, predictive: P) -> Tensor:
+        """Return the first of ``uncertainties`` of each input, (B,) in float64."""
         raise NotImplementedError
 
     def wrong(self, predictive: P, y: Tensor, tolerance: float | None) -> Tensor:
@@ -274,12 +279,11 @@ class ClassScoring(Scoring["ClassPredictive"]):
         confidence, correct = (data.values[:, self.columns.index(name)] for name in ("confidence", "correct"))
         return _label_scores(data, confidence.contiguous(), correct.contiguous(), None)
 
-    def uncertainty(self, predictive: ClassPredictive, by: str) -> Tensor:
-        if by == "confidence":  # from the other classes: one minus a probability near one would lose its digits
-            log_probs = predictive.log_probs.double()
-            top = log_probs.argmax(-1, keepdim=True)
-            return log_probs.scatter(-1, top, -math.inf).exp().sum(-1)
-        return _spread(predictive, by)
+    def doubt(self, predictive: ClassPredictive) -> Tensor:
+        log_probs = predictive.log_probs.double()
+        top = log_probs.argmax(-1, keepdim=True)
+        # From the other classes: one minus a probability near one would lose its digits.
+        return log_probs.scatter(-1, top, -math.inf).exp().sum(-1)
 
     def wrong(self, predictive: ClassPredictive, y: Tensor, tolerance: float | None) -> Tensor:
         return self.answer(predictive) != y
@@ -323,11 +327,9 @@ class LabelScoring(Scoring["MultilabelPredictive"]):
         share, probability, label = data.values[:, 4:].unbind(1)
         return _label_scores(data, probability.contiguous(), label.contiguous(), share)
 
-    def uncertainty(self, predictive: MultilabelPredictive, by: str) -> Tensor:
-        if by == "confidence":  # that of the label with the most doubt
-            probs = predictive.probs.double()
-            return torch.minimum(probs, 1 - probs).amax(-1)
-        return _spread(predictive, by)
+    def doubt(self, predictive: MultilabelPredictive) -> Tensor:
+        probs = predictive.probs.double()
+        return torch.minimum(probs, 1 - probs).amax(-1)  # of the label with the most doubt
 
     def wrong(self, predictive: MultilabelPredictive, y: Tensor, tolerance: float | None) -> Tensor:
         return (self.answer(predictive) != (y > 0.5)).any(-1)
@@ -377,10 +379,8 @@ class NumberScoring(Scoring["NumberPredictive"]):
             scores.append(data.mean("cqm", inside, lambda means: (means - levels).abs().mean(1), biased=True))
         return (*scores, data.area(std, error.square()))
 
-    def uncertainty(self, predictive: NumberPredictive, by: str) -> Tensor:
-        if by == "variance":
-            return predictive.variance.double().sum(-1)
-        return _spread(predictive, by)
+    def doubt(self, predictive: NumberPredictive) -> Tensor:
+        return predictive.variance.double().sum(-1)
 
     def wrong(self, predictive: NumberPredictive, y: Tensor, tolerance: float | None) -> Tensor:
         assert tolerance is not None
@@ -396,11 +396,6 @@ class NumberScoring(Scoring["NumberPredictive"]):
                 "the units of the targets: tolerance=..."
             )
         POSITIVE.check("tolerance", tolerance)
-
-
-def _spread(predictive: LabelPredictive | NumberPredictive, by: str) -> Tensor:
-    """Return the entropy or the mutual information of each input, (B,) in float64."""
-    return (predictive.entropy if by == "entropy" else predictive.mutual_information).double()
 
 
 def _label_scores(data: Numbers, stated: Tensor, true: Tensor, share: Tensor | None) -> tuple[Score, ...]:
