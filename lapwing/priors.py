@@ -542,7 +542,7 @@ class Grouped(Prior):
             )
 
     def bound(self, selection: Selection, like: Tensor, groups: Mapping[str, str] | None = None) -> BoundPrior:
-        members = tuple(_match_pattern(name, self.precisions) for name in selection.names)
+        members = tuple(match_pattern(name, self.precisions, "grouped", NumericalError) for name in selection.names)
         return bind(self, selection, self.precisions, like, members)
 
     def rebound(
@@ -561,17 +561,17 @@ class Grouped(Prior):
         return bind(given, selection, values, values, members)  # by the stored groups: patterns may have matched more
 
 
-def _match_pattern(name: str, patterns: Mapping[str, float]) -> str:
-    """Return the one pattern that matches the whole name of a parameter; refuse none or several."""
+def match_pattern(name: str, patterns: Collection[str], prior: str, refused: type[ValueError]) -> str:
+    """Return the one pattern of a prior that matches the whole name of a parameter; refuse none or several."""
     try:
         matches = [pattern for pattern in patterns if re.fullmatch(pattern, name)]
     except re.error as error:
         raise UnsupportedError(
-            f"grouped(): one of {list(patterns)} is not a regular expression: {error}; expected one."
+            f"{prior}(): one of {list(patterns)} is not a regular expression: {error}; expected one."
         ) from error
     if len(matches) != 1:
-        raise NumericalError(
-            f"grouped(): the parameter {name!r} matches {len(matches)} of the patterns {list(patterns)}; expected one."
+        raise refused(
+            f"{prior}(): the parameter {name!r} matches {len(matches)} of the patterns {list(patterns)}; expected one."
         )
     return matches[0]
 

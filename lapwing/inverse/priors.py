@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -20,7 +19,7 @@ from torch import Tensor
 from lapwing.errors import UnsupportedError
 from lapwing.linalg.dense import cholesky
 from lapwing.networks.selection import Selection
-from lapwing.priors import BoundPrior, FilterGP, Prior
+from lapwing.priors import BoundPrior, FilterGP, Prior, match_pattern
 from lapwing.runtime.memory import chunks
 
 
@@ -292,18 +291,7 @@ def _block_name(given: FilterGP, name: str) -> str:
     """Return the name of the block of a parameter."""
     if given.blocks is None:  # one for each parameter; that of a layer's weight has the name of the layer
         return name.removesuffix(".weight")
-    try:
-        matches = {pattern for pattern in given.blocks if re.fullmatch(pattern, name)}
-    except re.error as error:
-        raise UnsupportedError(
-            f"filter_gp(): one of {list(given.blocks)} is not a regular expression: {error}; expected one."
-        ) from error
-    if len(matches) != 1:
-        raise UnsupportedError(
-            f"filter_gp(): the parameter {name!r} matches {len(matches)} of the patterns {list(given.blocks)}; "
-            "expected one."
-        )
-    return given.blocks[matches.pop()]
+    return given.blocks[match_pattern(name, given.blocks, "filter_gp", UnsupportedError)]
 
 
 def _grid(name: str, shape: tuple[int, ...]) -> TapGrid:
