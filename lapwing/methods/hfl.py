@@ -73,10 +73,7 @@ class ResponsePosterior(Posterior):
     strength: float | None = None
     findings: tuple[str, ...] = ()
     drift: float = math.inf  # how far an unpushed twin may move, in posterior standard deviations
-
-    def state(self) -> State:
-        """Raise ``UnsupportedError``: predictions need the data, which a file does not hold."""
-        raise UnsupportedError(NO_FILE)
+    no_file: ClassVar[str] = NO_FILE
 
     def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
         network = self.problem.network
@@ -179,6 +176,7 @@ class LinearisedResponse(Linearised):
     trace: Trace | None = None
     solves_for_inputs: ClassVar[bool] = True
     differentiable: ClassVar[bool] = False  # there is no gradient through the iterations
+    no_file: ClassVar[str] = NO_FILE
 
     def with_trace(self, trace: Trace) -> LinearisedResponse:
         return replace(self, trace=trace)
@@ -214,10 +212,6 @@ class LinearisedResponse(Linearised):
         for part in self.design.own_parts():
             total += part.jacobians.double().gram(v)
         return total
-
-    def state(self) -> State:
-        """Raise ``UnsupportedError``: predictions need the data, which a file does not hold."""
-        raise UnsupportedError(NO_FILE)
 
     def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
         return self._joint(x, query.outputs) if query.joint else super().belief(x, query)

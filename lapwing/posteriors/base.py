@@ -215,6 +215,7 @@ class Posterior(Tunable):
     solves_for_inputs: ClassVar[bool] = False  # whether each prediction solves systems over all data
     has_spread: ClassVar[bool] = True  # whether there is a covariance to scale
     differentiable: ClassVar[bool] = False  # whether beliefs are differentiable in inputs that require a gradient
+    no_file: ClassVar[str] = ""  # why there is no file form, and what to do, if there is more to say than that
 
     def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
         """Return the belief about all or some outputs at x, with the covariance between inputs if the query asks it."""
@@ -270,7 +271,8 @@ class Posterior(Tunable):
     def state(self) -> State:
         """Return the posterior as plain data, for a file; its class method ``from_state`` builds it again."""
         raise UnsupportedError(
-            f"the posterior {type(self).__name__} has no file form, a method state(); fit again where it is needed."
+            self.no_file
+            or f"the posterior {type(self).__name__} has no file form, a method state(); fit again where it is needed."
         )
 
     def describe(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -449,6 +450,10 @@ class NetworksPosterior(Posterior):
     networks: tuple[Network, ...]
     fingerprints: tuple[Fingerprint, ...]  # of the networks at the fit
     trace: Trace | None = None  # the steps of the tuners of all networks, one after another
+    no_file: ClassVar[str] = (
+        "a mixture of several networks has no file form, since a file does not hold networks; save those and fit "
+        "again, or save the posterior of each."
+    )
 
     @classmethod
     def of(cls, posteriors: Sequence[Posterior], shares: Sequence[float]) -> NetworksPosterior:
@@ -506,13 +511,6 @@ class NetworksPosterior(Posterior):
         for network, fingerprint in zip(self.networks, self.fingerprints, strict=True):
             fingerprint.refuse_other(network.model)
         return self.mixture
-
-    def state(self) -> State:
-        """Raise ``UnsupportedError``: a file does not hold networks."""
-        raise UnsupportedError(
-            "a mixture of several networks has no file form, since a file does not hold networks; save those and fit "
-            "again, or save the posterior of each."
-        )
 
 
 def concat_mixtures(posteriors: Sequence[Posterior], shares: Sequence[float]) -> MixturePosterior:
