@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,6 +69,12 @@ class Problem:
     def with_precisions(self, values: Tensor) -> Problem:
         """Return the problem with other precisions of the same prior, in the shape of ``prior.values``."""
         return replace(self, prior=replace(self.prior, values=values))
+
+    def batch_loss(self, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, int]:
+        """Return the summed loss of a batch under other weights, differentiable in them, and the number of its data."""
+        f = self.network.outputs_under(weights, batch.inputs).to(self.network.dtype)
+        y = self.likelihood.targets(f, batch.targets)
+        return self.likelihood.loss(f, y).sum(), max(int(self.likelihood.count(f, y)), 1)
 
     def with_known_prior(self) -> Problem:
         """Return the problem with a prior that is no longer to be learned."""

@@ -179,6 +179,12 @@ def _common_leaf(parts: tuple[Any, ...]) -> Any:
     return first
 
 
+def steps_of_pass(data: Data, size: int) -> int:
+    """Return how many batches of about ``size`` rows are one pass over the data, by a pass that counts their rows."""
+    rows = sum(len(batch.targets) for batch in data.batches("counting"))
+    return max(1, (2 * rows + size) // (2 * size))
+
+
 def shuffle_batches(
     data: Data, size: int, generator: torch.Generator, kept: int = KEPT_BYTES, fresh: bool = False
 ) -> Iterator[Batch]:

@@ -33,6 +33,7 @@ from lapwing.networks.network import Network, plain_passes, trainable_names
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.base import DEFAULT_SAMPLES, Posterior
 from lapwing.posteriors.base import MANY_OUTPUTS as MANY_PREDICTED
+from lapwing.priors import BoundPrior
 from lapwing.problem import Problem
 from lapwing.runtime.memory import budget
 from lapwing.runtime.settings import HasSettings, Rule
@@ -97,6 +98,14 @@ MODELS = Rule(
     lambda v: isinstance(v, tuple | list) and all(isinstance(model, nn.Module) for model in v),
     ModelError,
 )
+
+
+def refuse_g_prior(method: Method, prior: BoundPrior) -> None:
+    """Raise for a prior that takes its scale from the curvature, for a method that computes none."""
+    if prior.needs_curvature:
+        raise UnsupportedError(
+            f"a g-prior follows the curvature, which {type(method).__name__}() does not have; use isotropic()."
+        )
 
 
 def refuse_processes(method: Method, processes: Processes) -> None:

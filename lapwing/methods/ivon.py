@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
-from lapwing.data.streams import shuffle_batches
+from lapwing.data.streams import shuffle_batches, steps_of_pass
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload
+from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload, refuse_g_prior
 from lapwing.posteriors.sampled import Drawn, mean_of
 from lapwing.priors import Isotropic
 from lapwing.problem import Problem, Statistics, summed_loss
@@ -137,11 +137,9 @@ class VariationalDescent:
         """Return the training; raise if the prior is none that the optimiser can take."""
         prior, selection = problem.prior, problem.network.selection
         problem = problem.with_residual_noise(start)
-        if prior.needs_curvature:
-            raise UnsupportedError("a g-prior follows the curvature, which IVON() does not have; use isotropic().")
+        refuse_g_prior(settings, prior)
         quiet = replace(data, progress=False)  # there is one progress bar, for the steps
-        rows = sum(len(batch.targets) for batch in quiet.batches("counting"))
-        steps = max(1, (2 * rows + settings.batch_size) // (2 * settings.batch_size))
+        steps = steps_of_pass(quiet, settings.batch_size)
         if settings.weight_decay is not None or problem.learn_prior or prior.is_isotropic:
             return cls(settings, problem, quiet, start, steps, (slice(0, selection.size),))
         if selection.index is not None:
@@ -169,10 +167,8 @@ class VariationalDescent:
         bar, summed, seen = ProgressBar(range(total), "IVON", progress), 0.0, 0
         for step in bar:
             if step % self.steps == 0:
-                if step and self.problem.likelihood.learns_dispersion:
-                    phi = (
-                        2 * summed / (seen * self.start.outputs)
-                    )  # the best one for the weights drawn in the last epoch
+                if step and self.problem.likelihood.learns_dispersion:  # the best one for the last epoch's weights
+                    phi = 2 * summed / (seen * self.start.outputs)
                 summed, seen = 0.0, 0
                 self._set_noise(optimiser, phi)
             for group in optimiser.param_groups:
@@ -217,16 +213,12 @@ class VariationalDescent:
         self, optimiser: Any, parameters: Sequence[nn.Parameter], origin: Tensor, batch: Batch, stream: Stream
     ) -> tuple[float, int]:
         """Take a step with the gradient at drawn weights; return the loss there, summed, and the number of data."""
-        network, likelihood = self.problem.network, self.problem.likelihood
         with ExitStack() as stack:
             with stream.drawing():  # the package draws from the global generators
                 stack.enter_context(optimiser.sampled_params(train=True))
             with torch.enable_grad():
-                f = network.outputs_under(network.weights(torch.cat(list(parameters)) - origin), batch.inputs).to(
-                    network.dtype
-                )
-                y = likelihood.targets(f, batch.targets)
-                loss, count = likelihood.loss(f, y).sum(), max(int(likelihood.count(f, y)), 1)
+                weights = self.problem.network.weights(torch.cat(list(parameters)) - origin)
+                loss, count = self.problem.batch_loss(weights, batch)
                 grads = torch.autograd.grad(loss / count, list(parameters))
             for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.grad = grad

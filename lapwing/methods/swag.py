@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Batch
-from lapwing.data.streams import shuffle_batches
+from lapwing.data.streams import shuffle_batches, steps_of_pass
 from lapwing.errors import NumericalError, UnsupportedError
-from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload
+from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload, refuse_g_prior
 from lapwing.posteriors.sampled import Drawn, mean_of
 from lapwing.problem import Problem, Statistics, summed_loss
 from lapwing.runtime.settings import BELOW_ONE, NONE, POSITIVE, Rule, integer, is_real, setting
@@ -166,15 +166,14 @@ class Descent:
     def of(cls, settings: SWAG, problem: Problem, data: Data, start: Statistics) -> Descent:
         """Return the descent from the network's weights; raise if all data fit in one mini-batch."""
         quiet = replace(data, progress=False)  # there is one progress bar, for the steps
-        size, count = settings.batch_size, sum(len(batch.targets) for batch in quiet.batches("counting"))
-        epoch = max(1, (2 * count + size) // (2 * size))
+        epoch = steps_of_pass(quiet, settings.batch_size)
         if epoch == 1:
             raise UnsupportedError(
-                f"all {start.data} data are one mini-batch of batch_size={size}; expected several: without noise in "
-                "the gradient SGD has no spread. Lower batch_size."
+                f"all {start.data} data are one mini-batch of batch_size={settings.batch_size}; expected several: "
+                "without noise in the gradient SGD has no spread. Lower batch_size."
             )
         gap = problem.network.theta().double() - problem.prior.mean
-        decay = _decay(settings.weight_decay, problem, start.data)
+        decay = _decay(settings, problem, start.data)
         return cls(settings, problem, quiet, start.loss / start.data, gap, decay, epoch, data.progress)
 
     @property
@@ -217,26 +216,21 @@ class Descent:
 
     def _slope(self, batch: Batch, d: Tensor) -> tuple[float, int, Tensor]:
         """Return loss and count of a mini-batch, and the gradient of its mean loss, (P,) in float64."""
-        network, likelihood = self.problem.network, self.problem.likelihood
+        network = self.problem.network
         with torch.enable_grad():
             weights = {name: value.requires_grad_() for name, value in network.weights(d).items()}
-            f = network.outputs_under(weights, batch.inputs).to(network.dtype)
-            y = likelihood.targets(f, batch.targets)
-            loss, count = likelihood.loss(f, y).sum(), max(int(likelihood.count(f, y)), 1)
+            loss, count = self.problem.batch_loss(weights, batch)
             grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
         full = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1).double() for g in grads])
         return float(loss.detach()), count, network.selection.pick(full) / count
 
 
-def _decay(weight_decay: float | None, problem: Problem, count: float) -> Tensor:
+def _decay(settings: SWAG, problem: Problem, count: float) -> Tensor:
     """Return the given weight decay; else that of a given prior, φ A/n; else zero."""
     prior = problem.prior
-    if weight_decay is not None:
-        return torch.tensor(weight_decay, dtype=torch.float64)
-    if problem.learn_prior:
-        return torch.tensor(0.0, dtype=torch.float64)
-    if prior.needs_curvature:
-        raise UnsupportedError("a g-prior follows the curvature, which SWAG() does not have; use isotropic().")
+    if settings.weight_decay is not None or problem.learn_prior:
+        return torch.tensor(settings.weight_decay or 0.0, dtype=torch.float64)
+    refuse_g_prior(settings, prior)
     return problem.likelihood.dispersion.to(prior.vector) * prior.vector / count
 
 

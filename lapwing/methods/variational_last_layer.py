@@ -13,7 +13,7 @@ from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
-from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload
+from lapwing.methods.base import NUMBER, Conformance, Cost, Method, Work, Workload, refuse_g_prior
 from lapwing.networks.network import Network
 from lapwing.networks.passes import is_single_map
 from lapwing.networks.selection import LastLayer, Weights
@@ -82,10 +82,7 @@ class VariationalLastLayer(Method):
         """Return the posterior; ``generator`` is not used, ``seed`` fixes the result."""
         network = problem.network
         _refuse_other_weights(network)
-        if problem.prior.needs_curvature:
-            raise UnsupportedError(
-                "a g-prior follows the curvature, which VariationalLastLayer() does not have; use isotropic()."
-            )
+        refuse_g_prior(self, problem.prior)
         rows, statistics = read_features(problem, data, self.samples)
         problem = problem.with_residual_noise(statistics).with_known_prior()
         bound = Bound.of(rows, problem, statistics)
@@ -94,8 +91,7 @@ class VariationalLastLayer(Method):
             elbo = bound.gaussian(problem.likelihood.noise_variance, mean, variance)
         else:
             mean, variance, elbo = BoundSearch.of(self, bound).run(data.progress)
-        theta = network.theta()
-        return MeanFieldPosterior(problem, mean, variance, statistics, theta, elbo)
+        return MeanFieldPosterior(problem, mean, variance, statistics, network.theta(), elbo)
 
     def cost(self, workload: Workload) -> Cost:
         heads = [block.size for block in workload.blocks if block.closed]
