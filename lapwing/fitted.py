@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lapwing import files
-from lapwing.data.inputs import Inputs, as_tensors, check_finite, move_inputs, wants_slopes
+from lapwing.data.inputs import Inputs, as_tensors, check_finite, is_loader, move_inputs, wants_slopes
 from lapwing.data.known_rows import KnownRows
 from lapwing.data.processes import ALONE, Processes, in_all_processes
-from lapwing.data.streams import InputStream, is_loader
+from lapwing.data.streams import InputStream
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.fingerprint import Fingerprint

@@ -611,29 +611,24 @@ class Data:
     @property
     def findings(self) -> tuple[str, ...]:
         """Remarks if passes gave different rows, for results that are sums over one pass or another, or too few."""
-        return (*self._unread_rows(), *self._changed_rows())
-
-    def _unread_rows(self) -> tuple[str, ...]:
-        share = self.share
+        share, findings = self.share, []
         if share is not None and share.parts > self.processes.size:
-            return (
+            findings.append(
                 f"the sampler of the {self.name} gives one of {share.parts} parts, and this fit reads no other: give "
-                "process_group=torch.distributed.group.WORLD to fit all of them.",
+                "process_group=torch.distributed.group.WORLD to fit all of them."
             )
-        if share is not None and share.dropped:
-            return (
+        elif share is not None and share.dropped:
+            findings.append(
                 f"the DistributedSampler of the {self.name} drops {share.dropped} of them (drop_last=True), so no "
-                "process reads these. Use sampler=lw.samples.Part(dataset, process_group).",
+                "process reads these. Use sampler=lw.samples.Part(dataset, process_group)."
             )
-        return ()
-
-    def _changed_rows(self) -> tuple[str, ...]:
-        if not self.readings.difference:
-            return ()
-        return (
-            f"a later pass over the {self.name} {self.readings.difference}: numbers that come from different passes "
-            "(noise, bases, curvature) belong to different data. Use no random augmentation, and drop_last=False.",
-        )
+        if self.readings.difference:
+            findings.append(
+                f"a later pass over the {self.name} {self.readings.difference}: numbers that come from different "
+                "passes (noise, bases, curvature) belong to different data. Use no random augmentation, and "
+                "drop_last=False."
+            )
+        return tuple(findings)
 
     def _refuse_more(self, reading: Reading) -> None:
         """Raise before rows beyond those of the first pass are used, if passes must agree."""

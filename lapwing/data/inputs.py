@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lapwing.errors import DataError
-from lapwing.runtime.settings import describe_kind, is_array, rebuild
+from lapwing.runtime.settings import describe_kind, is_array, is_data, rebuild
 
 
 class SampleSet(ABC):
@@ -171,14 +171,21 @@ Leaf = Tensor | SampleSet
 LEAVES = (Tensor, SampleSet, PackedSequence)
 
 
-def map_leaves(tree: Inputs, change: Callable[[Any], Any]) -> Inputs:
-    """Return the same nesting with ``change`` applied to every leaf: a tensor, or a set of samples."""
+def map_leaves(
+    tree: Inputs, change: Callable[[Any], Any], of_array: Callable[[Any], Any] = lambda array: array
+) -> Inputs:
+    """Return the same nesting with ``change`` applied to every leaf: a tensor, or a set of samples.
+
+    Arrays that are not tensors become what ``of_array`` returns. Other values stay as they are.
+    """
     if isinstance(tree, LEAVES):
         return change(tree)
+    if is_array(tree):
+        return of_array(tree)
     if isinstance(tree, Mapping):
-        return {key: map_leaves(value, change) for key, value in tree.items()}
+        return {key: map_leaves(value, change, of_array) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return rebuild(tree, [map_leaves(value, change) for value in tree])
+        return rebuild(tree, [map_leaves(value, change, of_array) for value in tree])
     return tree
 
 
@@ -196,13 +203,7 @@ def as_tensors(tree: Inputs, dtype: torch.dtype, what: str = "inputs") -> Inputs
     Raises:
         DataError: If an array holds text, objects or complex numbers, or has masked entries.
     """
-    if isinstance(tree, LEAVES):
-        return tree
-    if isinstance(tree, Mapping) and not hasattr(tree, "__array__"):
-        return {key: as_tensors(value, dtype, what) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
-        return rebuild(tree, [as_tensors(value, dtype, what) for value in tree])
-    return _from_array(tree, dtype, what) if is_array(tree) else tree
+    return map_leaves(tree, lambda leaf: leaf, lambda array: _from_array(array, dtype, what))
 
 
 def _from_array(given: Any, dtype: torch.dtype, name: str) -> Tensor:
@@ -262,6 +263,29 @@ def named_leaves(inputs: Inputs, place: str = "inputs") -> Iterator[tuple[str, A
 def place_name(key: str) -> str:
     """Return the name of a place without the number of dimensions, for messages."""
     return key.rpartition(":")[0]
+
+
+def is_loader(x: object, places: frozenset[str]) -> bool:
+    """Return whether x is a loader and not one batch of inputs of a network whose inputs have these places.
+
+    >>> is_loader([torch.zeros(3, 2), torch.zeros(4, 2)], frozenset())
+    True
+    >>> is_loader([torch.zeros(3, 2), torch.zeros(3, 5)], frozenset({"inputs[0]", "inputs[1]"}))
+    False
+    """
+    if isinstance(x, (*LEAVES, Mapping, tuple)) or not is_data(x):
+        return False
+    if not isinstance(x, list):
+        return True
+    if places and has_places(x, places):
+        return False
+    nested = all(isinstance(item, tuple | list | Mapping) for item in x)
+    return nested or (not places and all(isinstance(item, LEAVES) for item in x))
+
+
+def has_places(inputs: Inputs, places: frozenset[str]) -> bool:
+    """Return whether there is a tensor at each of these places."""
+    return places <= {place_name(key) for key, _ in named_leaves(inputs)}
 
 
 def is_numbers(value: object) -> bool:

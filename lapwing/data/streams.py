@@ -26,6 +26,7 @@ from lapwing.data.inputs import (
     SampleRows,
     as_tensors,
     check_finite,
+    has_places,
     is_numbers,
     map_leaves,
     map_tensors,
@@ -40,7 +41,7 @@ from lapwing.data.inputs import (
 )
 from lapwing.data.processes import ALONE, Processes, share_of
 from lapwing.errors import DataError
-from lapwing.runtime.settings import KEY, describe_kind, is_data
+from lapwing.runtime.settings import KEY, describe_kind
 from lapwing.runtime.threads import ProgressBar, undisturbed, uniform
 
 KEYS_AT_ONCE = 2**16  # random keys that are drawn at a time
@@ -388,29 +389,6 @@ class InputStream:
         known = [k for k in names if k in item and not _is_place(f"inputs[{k!r}]", self.places)]
         inputs = {k: v for k, v in item.items() if k not in known[:1]}
         return inputs if any(True for _ in tensors_in(inputs)) else dict(item)
-
-
-def is_loader(x: object, places: frozenset[str]) -> bool:
-    """Return whether x is a loader and not one batch of inputs of a network whose inputs have these places.
-
-    >>> is_loader([torch.zeros(3, 2), torch.zeros(4, 2)], frozenset())
-    True
-    >>> is_loader([torch.zeros(3, 2), torch.zeros(3, 5)], frozenset({"inputs[0]", "inputs[1]"}))
-    False
-    """
-    if isinstance(x, (*LEAVES, Mapping, tuple)) or not is_data(x):
-        return False
-    if not isinstance(x, list):
-        return True
-    if places and has_places(x, places):
-        return False
-    nested = all(isinstance(item, tuple | list | Mapping) for item in x)
-    return nested or (not places and all(isinstance(item, LEAVES) for item in x))
-
-
-def has_places(inputs: Inputs, places: frozenset[str]) -> bool:
-    """Return whether there is a tensor at each of these places."""
-    return places <= {place_name(key) for key, _ in named_leaves(inputs)}
 
 
 def _is_place(name: str, places: frozenset[str]) -> bool:

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lapwing.data.batches import Data, is_pair, refuse_unequal
-from lapwing.data.inputs import Batch, Inputs, as_tensors, merge_batches
+from lapwing.data.inputs import Batch, Inputs, as_tensors, has_places, merge_batches
 from lapwing.data.processes import samplers_of
-from lapwing.data.streams import has_places
 from lapwing.errors import DataError, UnsupportedError, warn_caller
 from lapwing.metrics import ScoreInterval
 from lapwing.networks.network import Network

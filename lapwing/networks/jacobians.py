@@ -360,15 +360,11 @@ class BlockJacobian:
         raise NotImplementedError
 
 
-def flatten_blocks(parts: list[Tensor], layout: tuple[Block, ...], selection: Selection, picked: bool = True) -> Tensor:
-    """Join tensors in the forms of their blocks to one in the order of theta, (..., P).
-
-    With ``picked=False`` the entries that are not selected are included.
-    """
+def flatten_blocks(parts: list[Tensor], layout: tuple[Block, ...], selection: Selection) -> Tensor:
+    """Join tensors in the forms of their blocks to one in the order of theta, (..., P)."""
     by_name = dict(pair for part, block in zip(parts, layout, strict=True) for pair in block.split(part))
     dtype = max((part.dtype for part in parts), key=lambda d: torch.finfo(d).bits)
-    flat = torch.cat([by_name[name].to(dtype) for name in selection.names], -1)
-    return selection.pick(flat) if picked else flat
+    return selection.pick(torch.cat([by_name[name].to(dtype) for name in selection.names], -1))
 
 
 TF32_BITS = 13  # bits at the end of a float32 that TF32 does not have

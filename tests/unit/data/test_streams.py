@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import lapwing as lw
 import lapwing.data.streams
 from lapwing.data.batches import Data
-from lapwing.data.inputs import Batch, SampleRows, per_sample_in_both, take
-from lapwing.data.streams import DrawnRows, InputStream, concat_inputs, draw_numbers, is_loader, shuffle_batches
+from lapwing.data.inputs import Batch, SampleRows, is_loader, per_sample_in_both, take
+from lapwing.data.streams import DrawnRows, InputStream, concat_inputs, draw_numbers, shuffle_batches
 from lapwing.errors import DataError
 from tests import problems
 
