@@ -82,7 +82,7 @@ class Auto(HasSettings):
         UnsupportedError: If a setting is not a positive number.
 
     >>> Auto().choose(weights=500, rows=10_000).why
-    'Full: 500 weights, 10000 rows (data times outputs); 3.8 MB and about 130 ms, exact'
+    'Full: 500 weights, 10,000 rows (data times outputs); 3.8 MB and about 130 ms, exact'
     """
 
     memory: float = setting(4 * 2**30, LIMIT)
@@ -110,7 +110,7 @@ class Auto(HasSettings):
             classes: Whether the outputs are logits of classes.
 
         >>> Auto().choose(weights=500, rows=10_000, classes=True).why
-        'Kron: 500 weights, 10000 rows (data times outputs); for classes exact methods cost more and gain little'
+        'Kron: 500 weights, 10,000 rows (data times outputs); for classes exact methods cost more and gain little'
         >>> type(Auto(memory=1e6).choose(weights=5_000, rows=10_000).method).__name__
         'Kron'
         """
@@ -119,7 +119,7 @@ class Auto(HasSettings):
             weights, rows, self.memory, self.num_samples, single, tuned, self.seconds * rate, self.gpu, workload
         )
         offers = [kind().offer(requirements) for kind in METHODS.values()]
-        size = f"{weights} weights, {rows} rows (data times outputs)"
+        size = f"{weights:,} weights, {rows:,} rows (data times outputs)"
         known = sorted((o for o in offers if o is not None), key=lambda o: (o.tier, o.work))
         by_layers = [offer for offer in known if offer.tier == BY_LAYERS]
         rejected = "; for classes exact methods cost more and gain little" if classes and by_layers else ""

@@ -417,7 +417,7 @@ class SampleRows:
                 )
             raise DataError(
                 f"the inputs are {type(inputs).__name__} and hold no tensor with a batch dimension; expected (B, ...). "
-                "Give the batches of a loader one by one."
+                "Of a loader give one batch: next(iter(loader))."
             )
         rows = {key: n_rows(t) for key, t in leaves}
         sizes = {n for key, n in rows.items() if self.known.get(key)} or {

@@ -34,7 +34,7 @@ from lapwing.plots import (
     trace_with_steps,
 )
 from lapwing.predictives.base import NumberPredictive
-from lapwing.report.verdict import UncertainInputs, cells, find_uncertain_inputs, percent, points, verdict_of
+from lapwing.report.verdict import UncertainInputs, cells, find_uncertain_inputs, percent, verdict_of
 from lapwing.runtime.files import refuse_no_folder, write_atomically
 from lapwing.runtime.settings import PATH, TEXT, Rule, is_integer
 
@@ -146,7 +146,7 @@ def write_page(
     })  # fmt: skip
     text = environment.render(
         source=source, verdict=verdict, evaluation=evaluation, pictures=pictures, learned=learned, missing=missing,
-        looked=looked, about=about, json=embed_json(numbers), percent=percent, points=points, cells=cells,
+        looked=looked, about=about, json=embed_json(numbers), percent=percent, cells=cells,
         meaning_of=meaning_of, words_of=words_of,
     )  # fmt: skip
     write_atomically(path, [text.encode("utf-8")])

@@ -118,7 +118,7 @@ def test_what_was_rejected_costs_more_than_there_is(weights: int, rows: int) -> 
     """By the numbers that the reason gives, up to their rounding; and what was chosen fits."""
     for memory, seconds in itertools.product(MEMORY[:-1], SECONDS[:-1]):
         choice = lw.Auto(memory=memory, seconds=seconds).choose(weights, rows)
-        assert choice.why.startswith(f"{named(choice)}: {weights} weights, {rows} rows (data times outputs)")
+        assert choice.why.startswith(f"{named(choice)}: {weights:,} weights, {rows:,} rows (data times outputs)")
         rejected = REJECTED.findall(choice.why)
         for name, bytes_, time in rejected:
             assert name != named(choice)
@@ -224,7 +224,7 @@ def test_the_posterior_is_that_of_the_method(name: str) -> None:
         lw.fit(model, [(x[:count], y[:count])], lw.Gaussian(), method=m, generator=torch.Generator().manual_seed(3))
         for m in (auto, method)
     )
-    assert posterior.why.startswith(f"{name}: {3 * inputs + 3} weights, {3 * count} rows")
+    assert posterior.why.startswith(f"{name}: {3 * inputs + 3:,} weights, {3 * count:,} rows")
     assert other.why == ""
     assert type(posterior.posterior) is type(other.posterior)
     if isinstance(posterior.posterior, WeightPosterior):
@@ -382,7 +382,7 @@ def test_a_registered_method_can_offer_itself(monkeypatch: pytest.MonkeyPatch) -
             return Offer(cls(), 0, 1.0, 1.0, "exact and cheap") if requirements.weights > 100 else None
 
     monkeypatch.setitem(METHODS, "cheap", Cheap)
-    assert lw.Auto(memory=10.0).choose(1000, 1000).why.startswith("Cheap: 1000 weights, 1000 rows")
+    assert lw.Auto(memory=10.0).choose(1000, 1000).why.startswith("Cheap: 1,000 weights, 1,000 rows")
     assert named(lw.Auto().choose(50, 1000)) == "Full"
 
 
