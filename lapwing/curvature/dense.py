@@ -595,7 +595,7 @@ def _add_slopes(total: Tensor, gradient: Tensor, network: Network, batch: int, l
     """Add ∂ gradient / ∂ θ to ``total``, as many rows at once as fit the byte budget; one by one if ``looped``."""
     size, width = len(gradient), 4 * batch * network.footprint.width  # forward, backward, and the gradients of both
     step = max(1, small_results_budget(network.device) // (gradient.element_size() * (2 * size + width)))
-    rows = partial(vjp, network.replica, network.selection, gradient)
+    rows = partial(vjp, network, gradient)
     for start in range(0, size, step):
         stop = min(start + step, size)
         seeds = torch.nn.functional.one_hot(torch.arange(start, stop, device=gradient.device), size)

@@ -150,24 +150,22 @@ def refusing_changes(model: nn.Module) -> Iterator[nn.Module]:
         )
 
 
-def first_run(
-    replica: Replica, inputs: Inputs, plain_kernels: bool
-) -> tuple[Replica, nn.Module, Tensor, tuple[int, ...]]:
+def first_run(replica: Replica, inputs: Inputs) -> tuple[Replica, nn.Module, Tensor, tuple[int, ...]]:
     """Return the replica, the module that ran, the output with its graph, and the sizes (H, W) if it is an image.
 
     The replica is one without a private copy if that is bypassed.
     """
     one = replica.throwaway_copy()
     tensors = dict(one.named_parameters())
-    with Bypass(replica.source) as watch, refusing_changes(one), recording(tensors, replica.names, plain_kernels):
+    with Bypass(replica.source) as watch, refusing_changes(one), recording(tensors, replica.names):
         out = model_output(one, inputs)
         raw = as_positions(out)
     if not replica.private or not watch.is_bypassed:
         return replica, one, raw, tuple(out.shape[2:]) if out.ndim > 3 else ()
-    return first_run(replace(replica, private=False), inputs, plain_kernels)
+    return first_run(replace(replica, private=False), inputs)
 
 
-def refuse_random(model: nn.Module, inputs: Inputs, first: Tensor, plain_kernels: bool) -> None:
+def refuse_random(model: nn.Module, inputs: Inputs, first: Tensor) -> None:
     """Raise if another forward pass of the module that gave ``first`` differs from it.
 
     For a single input tensor a few samples are enough.
@@ -175,7 +173,7 @@ def refuse_random(model: nn.Module, inputs: Inputs, first: Tensor, plain_kernels
     few = inputs
     if len(list(named_leaves(inputs))) == 1:  # of several, one may be shared by all samples
         few, first = take(inputs, (True,), slice(COMPARED_SAMPLES)), first[:COMPARED_SAMPLES]
-    second = output_without_graph(model, few, plain_kernels)
+    second = output_without_graph(model, few)
     allowed = max(RUN_TOLERANCE.get(dtype, 4 * torch.finfo(dtype).eps) for dtype in _dtypes(model, first))
     if first.shape == second.shape:
         gap, scale = (first.double() - second.double()).abs().max(), first.double().abs().max()
@@ -202,9 +200,7 @@ def _dtypes(model: nn.Module, output: Tensor) -> set[torch.dtype]:
     return {output.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
 
 
-def _refuse_mixed_samples(
-    model: nn.Module, inputs: Inputs, raw: Tensor, per_sample: Sequence[bool], plain_kernels: bool
-) -> None:
+def _refuse_mixed_samples(model: nn.Module, inputs: Inputs, raw: Tensor, per_sample: Sequence[bool]) -> None:
     """Raise if f(x)[b] depends on other samples; ``per_sample`` says which tensors have a row for each sample."""
     batch = raw.shape[0]
     if batch == 1:
@@ -213,7 +209,7 @@ def _refuse_mixed_samples(
     gap = torch.zeros((), device=raw.device)
     for rows in (slice(0, half), slice(half, batch)):
         try:
-            alone = output_without_graph(model, take(inputs, per_sample, rows), plain_kernels)
+            alone = output_without_graph(model, take(inputs, per_sample, rows))
         except (IndexError, RuntimeError) as error:
             if all(per_sample):
                 raise
@@ -239,7 +235,7 @@ def _refuse_mixed_samples(
 
 
 def learn_rows(
-    model: nn.Module, inputs: Inputs, raw: Tensor, rows: SampleRows, plain_kernels: bool, is_repeated: bool = False
+    model: nn.Module, inputs: Inputs, raw: Tensor, rows: SampleRows, is_repeated: bool = False
 ) -> SampleRows:
     """Return which tensors have a row for each sample, as known after this batch; raise if samples mix.
 
@@ -248,24 +244,22 @@ def learn_rows(
     batch = raw.shape[0]
     per_sample = rows.per_sample(inputs, batch)
     if len(per_sample) == 1:  # one tensor alone is never shared by all samples
-        _refuse_mixed_samples(model, inputs, raw, per_sample, plain_kernels)
+        _refuse_mixed_samples(model, inputs, raw, per_sample)
         return rows
     rows.refuse_change(inputs, batch)
     uncertain = rows.is_undecided(inputs, batch) and not is_repeated
     if uncertain:
-        _refuse_dependent(model, inputs, per_sample, batch, plain_kernels)
-    _refuse_mixed_samples(model, inputs, raw, per_sample, plain_kernels)
+        _refuse_dependent(model, inputs, per_sample, batch)
+    _refuse_mixed_samples(model, inputs, raw, per_sample)
     if uncertain:
-        _refuse_pooled(model, inputs, per_sample, batch, plain_kernels)
+        _refuse_pooled(model, inputs, per_sample, batch)
     return rows if is_repeated or batch == 1 else rows.with_batch(inputs, batch)
 
 
-def _refuse_dependent(
-    model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain_kernels: bool
-) -> None:
+def _refuse_dependent(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int) -> None:
     """Raise if the gradient of an output of one half of the batch is not zero in rows of the other half."""
     try:
-        crossed = _depends_on_other_half(model, inputs, per_sample, batch, plain_kernels)
+        crossed = _depends_on_other_half(model, inputs, per_sample, batch)
     except (RuntimeError, NotImplementedError):
         return  # no gradient in the inputs: runs of parts must do
     names = _names(inputs, crossed)
@@ -281,9 +275,7 @@ def _names(inputs: Inputs, flags: Sequence[bool]) -> str:
     return ", ".join(place_name(key) for (key, _), flag in zip(named_leaves(inputs), flags, strict=True) if flag)
 
 
-def _depends_on_other_half(
-    model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain_kernels: bool
-) -> list[bool]:
+def _depends_on_other_half(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int) -> list[bool]:
     """Return for each tensor whether outputs of one half of the batch have gradients in its rows of the other half."""
     leaves: dict[int, Tensor] = {}
     numbers = iter(range(len(per_sample)))
@@ -295,7 +287,7 @@ def _depends_on_other_half(
         leaves[number] = t.detach().clone().requires_grad_()
         return leaves[number].clone()  # a model may write into its inputs
 
-    with torch.inference_mode(False), torch.enable_grad(), select_kernels(plain_kernels):
+    with torch.inference_mode(False), torch.enable_grad():
         raw = _perturbed_output(model, map_leaves(inputs, with_gradient))
         crossed = [False] * len(per_sample)
         first, second = slice(0, batch // 2), slice(batch // 2, batch)
@@ -310,12 +302,10 @@ def _depends_on_other_half(
     return crossed
 
 
-def _refuse_pooled(
-    model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int, plain_kernels: bool
-) -> None:
+def _refuse_pooled(model: nn.Module, inputs: Inputs, per_sample: tuple[bool, ...], batch: int) -> None:
     """Raise if some samples, run alone and in another order, have different outputs than in the batch."""
     some = torch.randperm(batch, generator=torch.Generator().manual_seed(0))[: max(2, (batch + 2) // 3)]
-    with torch.no_grad(), select_kernels(plain_kernels):
+    with torch.no_grad():
         whole, alone = _perturbed_output(model, inputs), _perturbed_output(model, take(inputs, per_sample, some))
     if alone.shape[1:] != whole.shape[1:]:
         return  # dynamic padding: lengths follow the batch
@@ -413,32 +403,35 @@ class Examined:
 
 def examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path) -> Examined:
     """Run the model with one batch, read the graph of its output, and return what they show; see ``Network.build``."""
-    recurrent, needed = is_recurrent(model), weights.needs(model)
-    plain_kernels = needs_plain_kernels(model, recurrent)
+    recurrent = is_recurrent(model)
+    with select_kernels(needs_plain_kernels(model, recurrent)):
+        return _examine(model, inputs, weights, output, recurrent)
+
+
+def _examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path, recurrent: bool) -> Examined:
+    needed = weights.needs(model)
     replica = Replica(model, needed, can_be_copied(model), output)
-    inputs, rows, is_one_sample = _with_several_samples(first_samples(inputs), replica, plain_kernels)
-    replica, one, raw, image = first_run(replica, inputs, plain_kernels)
+    inputs, rows, is_one_sample = _with_several_samples(first_samples(inputs), replica)
+    replica, one, raw, image = first_run(replica, inputs)
     tensors = dict(replica.model.named_parameters())
     f = with_output_dim(raw.detach())
     check_finite(f, "outputs of the network")
-    refuse_random(one, inputs, raw.detach(), plain_kernels)  # first: random outputs look like mixed samples
-    rows = learn_rows(replica.model, inputs, raw.detach(), rows, plain_kernels, is_repeated=is_one_sample)
+    refuse_random(one, inputs, raw.detach())  # first: random outputs look like mixed samples
+    rows = learn_rows(replica.model, inputs, raw.detach(), rows, is_repeated=is_one_sample)
     if raw.grad_fn is None:
         raise ModelError("the output does not depend on any selected parameter; choose other weights.")
     graph = read_graph(raw, tensors, needed)
     refuse_wrong_gradients(graph)
     selection = weights.choose(model, graph)
     if output and selection.index is None:
-        with select_kernels(plain_kernels):
-            selection = without_unused(selection, raw, tensors)
+        selection = without_unused(selection, raw, tensors)
     per_sample = rows.per_sample(inputs, len(raw))
     widest = max(map(output_numbers, _result_nodes(graph)), default=0) // len(raw)  # of one sample
     if len(needed) < len(tensors):  # layers before them are not in the graph
-        widest = max(widest, _widest_of_all(replica, take(inputs, per_sample, slice(0, 2)), plain_kernels))
+        widest = max(widest, _widest_of_all(replica, take(inputs, per_sample, slice(0, 2))))
     if selection.names != needed:
-        replica, raw, graph = _rerun(replica, selection, inputs, plain_kernels)
-    with select_kernels(plain_kernels):
-        patterns, _ = find_patterns(raw, graph, recurrent)
+        replica, raw, graph = _rerun(replica, selection, inputs)
+    patterns, _ = find_patterns(raw, graph, recurrent)
     layout = arrange_blocks(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
     sizes = replace(footprint(layout, graph, raw, f[0].numel(), recurrent, selection.counts), widest=widest)
     head = find_head(graph, layout)
@@ -452,7 +445,7 @@ def examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path) ->
     return Examined(facts, rows, replica, {sample: image or (f.shape[1],)} if f.ndim == 3 else {})
 
 
-def _with_several_samples(inputs: Inputs, replica: Replica, plain_kernels: bool) -> tuple[Inputs, SampleRows, bool]:
+def _with_several_samples(inputs: Inputs, replica: Replica) -> tuple[Inputs, SampleRows, bool]:
     """Return inputs of several samples, what is known about their rows, and whether there was a single sample.
 
     A single sample does not show which rows all samples share: it is taken twice.
@@ -462,7 +455,7 @@ def _with_several_samples(inputs: Inputs, replica: Replica, plain_kernels: bool)
     if count is None:  # only the outputs tell how many samples there are
         one = replica.throwaway_copy()
         # With gradients: a value that the model keeps from its first run must lead back to the parameters.
-        with refusing_changes(one), recording(dict(one.named_parameters()), replica.names, plain_kernels):
+        with refusing_changes(one), recording(dict(one.named_parameters()), replica.names):
             count = len(raw_output(one, inputs))
     if count != 1:
         return inputs, rows, False
@@ -472,20 +465,18 @@ def _with_several_samples(inputs: Inputs, replica: Replica, plain_kernels: bool)
     return inputs, rows, True
 
 
-def _widest_of_all(replica: Replica, two: Inputs, plain_kernels: bool) -> int:
+def _widest_of_all(replica: Replica, two: Inputs) -> int:
     """Return how many numbers the largest result of an operation has for each of two samples, in the graph or not."""
     with LargestResult() as largest:
-        output_without_graph(replica.model, two, plain_kernels)
+        output_without_graph(replica.model, two)
     return largest.numbers // 2
 
 
-def _rerun(
-    replica: Replica, selection: Selection, inputs: Inputs, plain_kernels: bool
-) -> tuple[Replica, Tensor, Graph]:
+def _rerun(replica: Replica, selection: Selection, inputs: Inputs) -> tuple[Replica, Tensor, Graph]:
     """Run the model again with the selected weights alone in the graph."""
     replica = replace(replica, names=selection.names)
     tensors: Mapping[str, Tensor] = dict(replica.model.named_parameters())
-    with recording(tensors, selection.names, plain_kernels):
+    with recording(tensors, selection.names):
         raw = raw_output(replica.model, inputs)
     return replica, raw, read_graph(raw, tensors, selection.names)
 

@@ -226,7 +226,7 @@ CALL_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, Attrib
 
 
 @contextmanager
-def recording(tensors: Mapping[str, Tensor], names: Collection[str], plain_kernels: bool) -> Iterator[None]:
+def recording(tensors: Mapping[str, Tensor], names: Collection[str], plain_kernels: bool = False) -> Iterator[None]:
     """Record gradients for the named parameters and no others while the model runs.
 
     The parameters of a private copy have the right flags already. Those of a model that runs itself are changed and
@@ -360,7 +360,7 @@ def model_output(
     return out
 
 
-def output_without_graph(model: nn.Module, inputs: Inputs, plain_kernels: bool) -> Tensor:
+def output_without_graph(model: nn.Module, inputs: Inputs, plain_kernels: bool = False) -> Tensor:
     """Return what ``raw_output`` returns, without a graph; ``plain_kernels`` switches vendors' kernels off."""
     with torch.no_grad(), select_kernels(plain_kernels):
         return raw_output(model, inputs)

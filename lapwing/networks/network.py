@@ -459,8 +459,9 @@ class Network:
 
     def _learn_rows(self, inputs: Inputs) -> int:
         """Run the model to see which tensors have a row for each sample, and return how many samples there are."""
-        raw = output_without_graph(self.replica, inputs, self.plain_kernels)
-        self._memory.rows = learn_rows(self.replica, inputs, raw, self._memory.rows, self.plain_kernels)
+        with select_kernels(self.plain_kernels):
+            raw = output_without_graph(self.replica, inputs)
+            self._memory.rows = learn_rows(self.replica, inputs, raw, self._memory.rows)
         return raw.shape[0]
 
     def jvp(self, inputs: Inputs, v: Tensor) -> Tensor:
@@ -472,8 +473,7 @@ class Network:
         total: Tensor | None = None
         for part, tangent in self.tangents(inputs, len(u)):
             looped = seed_by_seed(tangent.graph, tangent.raw, self.recurrent)
-            with select_kernels(self.plain_kernels):
-                product = passes.vjp(self.replica, self.selection, tangent.raw, u[:, part], looped).to(self.dtype)
+            product = passes.vjp(self, tangent.raw, u[:, part], looped).to(self.dtype)
             total = product if total is None else total.add_(product)
         assert total is not None
         return total

@@ -15,14 +15,13 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from lapwing.data.inputs import Inputs, check_finite, wants_slopes
 from lapwing.errors import ModelError
-from lapwing.networks.forward import CALL_ERRORS, raw_output, recording, with_output_dim
+from lapwing.networks.forward import CALL_ERRORS, raw_output, recording, select_kernels, with_output_dim
 from lapwing.networks.pull import by_autograd, or_zero
-from lapwing.networks.selection import Selection
 from lapwing.runtime.memory import chunks, concat_chunks
 from lapwing.runtime.settings import describe
 from lapwing.runtime.threads import FORWARD_MODE, math_attention, quiet
@@ -33,69 +32,65 @@ if TYPE_CHECKING:
     from lapwing.networks.tangent import Tangent
 
 
-def tangents_of(model: nn.Module, selection: Selection, v: Tensor) -> dict[str, Tensor]:
+def tangents_of(network: Network, v: Tensor) -> dict[str, Tensor]:
     """Return v (K, P) by parameter, (K, *shape), in the dtype of the parameter.
 
     Each is in memory of its own: forward mode would fill and copy a view of v at every pass.
     """
-    tensors = dict(model.named_parameters())
+    tensors = network.parameters
     with torch.inference_mode(False), torch.no_grad():
         return {
             name: torch.empty(part.shape, dtype=tensors[name].dtype, device=part.device).copy_(part)
-            for name, part in selection.split(v).items()
+            for name, part in network.selection.split(v).items()
         }
 
 
-def push_forward(
-    model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], forward_mode: bool, plain_kernels: bool
-) -> tuple[Tensor, Tensor]:
+def push_forward(network: Network, inputs: Inputs, tangents: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return f (B, [T,] C) and J v for all tangents v, (K, B, [T,] C), by one pass of vectorised forward mode.
 
     By two backward passes where an operation lacks it.
     """
-    if forward_mode:
+    if network.forward_mode:
         try:
-            return _forward_mode(model, inputs, tangents)
+            return _forward_mode(network, inputs, tangents)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotImplementedError):  # an operation without a forward rule, such as attention kernels
             pass
-    return _double_backward(model, inputs, tangents, plain_kernels)
+    return _double_backward(network, inputs, tangents)
 
 
-def vjp(model: nn.Module, selection: Selection, raw: Tensor, u: Tensor, looped: bool) -> Tensor:
+def vjp(network: Network, raw: Tensor, u: Tensor, looped: bool) -> Tensor:
     """Return Jᵀ u (K, P) for the graph of ``raw``, by one batched backward pass, or one for each u if ``looped``."""
-    tensors = dict(model.named_parameters())
-    chosen = [tensors[name] for name in selection.names]
-    back = by_autograd(raw, chosen, u.to(raw.dtype).reshape(len(u), *raw.shape), looped)
+    chosen = [network.parameters[name] for name in network.selection.names]
+    with select_kernels(network.plain_kernels):
+        back = by_autograd(raw, chosen, u.to(raw.dtype).reshape(len(u), *raw.shape), looped)
     grads = [or_zero(grad, p, (len(u), *p.shape)) for grad, p in zip(back, chosen, strict=True)]
     dtype = reduce(torch.promote_types, [grad.dtype for grad in grads])
-    return selection.pick(torch.cat([grad.reshape(len(u), -1).to(dtype) for grad in grads], 1))
+    return network.selection.pick(torch.cat([grad.reshape(len(u), -1).to(dtype) for grad in grads], 1))
 
 
-def _forward_mode(model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    tensors = {name: p.detach() for name, p in model.named_parameters() if name in tangents}
+def _forward_mode(network: Network, inputs: Inputs, tangents: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    tensors = {name: network.parameters[name].detach() for name in tangents}
 
     def f(values: dict[str, Tensor]) -> Tensor:
-        return with_output_dim(raw_output(model, inputs, values))
+        return with_output_dim(raw_output(network.replica, inputs, values))
 
     with FORWARD_MODE, torch.inference_mode(False), torch.no_grad(), quiet, math_attention:
         push_forward = torch.func.vmap(lambda t: torch.func.jvp(f, (tensors,), (t,)))(tangents)
     return push_forward[0][0], push_forward[1]
 
 
-def _double_backward(
-    model: nn.Module, inputs: Inputs, tangents: dict[str, Tensor], plain_kernels: bool
-) -> tuple[Tensor, Tensor]:
+def _double_backward(network: Network, inputs: Inputs, tangents: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return f and J v: Jᵀ u is linear in u, so its derivative in u along v is J v.
 
     Raises:
         NotImplementedError: If an operation has no second derivative, or may have a wrong one.
     """
-    tensors = dict(model.named_parameters())
+    tensors = network.parameters
     chosen, count = [tensors[name] for name in tangents], len(next(iter(tangents.values())))
-    with math_attention, recording(tensors, tangents, plain_kernels):
-        raw = raw_output(model, inputs)
+    with math_attention, recording(tensors, tangents, network.plain_kernels):
+        raw = raw_output(network.replica, inputs)
         if _has_custom_function(raw):  # its gradient may be a constant to autograd, which says nothing of it
             raise NotImplementedError("a custom autograd.Function without a forward rule")
         u = torch.zeros_like(raw, requires_grad=True)
@@ -159,7 +154,7 @@ def forward_products(network: Network, inputs: Inputs, v: Tensor) -> tuple[Tenso
     network, count = network.for_inputs(inputs), network.count(inputs)
 
     def products(numbers: slice) -> Iterator[Tensor]:
-        tangents = tangents_of(network.replica, network.selection, v[numbers])
+        tangents = tangents_of(network, v[numbers])
         for part in _sample_chunks(network, inputs, numbers.stop - numbers.start):
             out, product = _push_chunk(network, part, tangents, v[numbers])
             if numbers.start == 0:
@@ -176,7 +171,7 @@ def _push_chunk(network: Network, inputs: Inputs, tangents: dict[str, Tensor], v
     if not wants_slopes(inputs):
         # Not where an operation has neither a forward rule nor a second derivative.
         with contextlib.suppress(NotImplementedError):
-            return push_forward(network.replica, inputs, tangents, network.forward_mode, network.plain_kernels)
+            return push_forward(network, inputs, tangents)
     tangent = network.linearise(inputs)
     return tangent.network_output, _jvp(tangent, v)
 

@@ -151,9 +151,9 @@ def test_a_wide_head_on_a_narrow_body_may_round_like_the_body() -> None:
     torch.manual_seed(0)
     head, run = nn.Linear(4, 3).double(), lambda m, x: m.head(x + 1e-7 * torch.randn_like(x))
     model, narrow, inputs = Wrapped(run, head=head), Wrapped(run, head=head, body=nn.Linear(4, 4)), x()
-    refuse_random(narrow, inputs, narrow(inputs).detach(), plain_kernels=False)
+    refuse_random(narrow, inputs, narrow(inputs).detach())
     with pytest.raises(ModelError, match="expected at most 1e-12"):
-        refuse_random(model, inputs, model(inputs).detach(), plain_kernels=False)
+        refuse_random(model, inputs, model(inputs).detach())
 
 
 def test_a_few_samples_are_enough_to_examine_a_model() -> None:
@@ -169,7 +169,7 @@ def test_several_inputs_are_not_cut_to_see_whether_a_forward_pass_is_random() ->
     model = Wrapped(lambda m, x, table: (seen.append(len(table)), m.head(x @ table.mean(0).diag()))[1],
                     head=nn.Linear(4, 3)).double()  # fmt: skip
     both = x(40), x(40)
-    refuse_random(model, both, model(*both).detach(), plain_kernels=False)
+    refuse_random(model, both, model(*both).detach())
     assert seen == [40, 40]
 
 

@@ -396,9 +396,9 @@ def test_chunks_of_directions_and_samples_fit_the_budget(monkeypatch: pytest.Mon
     seen: list[tuple[int, int]] = []
     plain = passes.push_forward
 
-    def watched(model: nn.Module, inputs: Tensor, tangents: dict[str, Tensor], *facts: bool) -> Any:
+    def watched(network: Network, inputs: Tensor, tangents: dict[str, Tensor]) -> Any:
         seen.append((len(inputs), len(next(iter(tangents.values())))))
-        return plain(model, inputs, tangents, *facts)
+        return plain(network, inputs, tangents)
 
     monkeypatch.setattr(passes, "push_forward", watched)
     sizes = network.footprint
