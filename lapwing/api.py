@@ -292,13 +292,9 @@ def load(path: str | Path, model: nn.Module) -> Fitted:
 
 
 def problem_of(
-    model: nn.Module,
-    data: Data,
-    likelihood: Likelihood | str,
-    weights: Weights | str | None,
-    prior: Prior | float | None,
-    output: tuple[str | int, ...] = (),
-) -> Problem:
+    model: nn.Module, data: Data, likelihood: Likelihood | str, weights: Weights | str | None,
+    prior: Prior | float | None, output: tuple[str | int, ...] = (),
+) -> Problem:  # fmt: skip
     """Look at the model with the first batch, and return network, likelihood and prior; raise if they do not fit."""
     first, several = data.peek()
     network = Network.build(model, several.inputs, find_weights(weights), output)

@@ -1061,13 +1061,9 @@ class Fitted:
         return samples if form is None else form.outputs(samples)
 
     def _batches(
-        self,
-        x: Inputs,
-        target_key: str | None,
-        progress: bool | None,
-        device: torch.device | str | None,
+        self, x: Inputs, target_key: str | None, progress: bool | None, device: torch.device | str | None,
         processes: Processes = ALONE,
-    ) -> tuple[Iterable[Inputs] | None, torch.device]:
+    ) -> tuple[Iterable[Inputs] | None, torch.device]:  # fmt: skip
         """Return the batches of a loader, None for one batch that stays where it is, and the device of the answer."""
         network, visible = self.network, should_show_progress(progress) and processes.is_main_process
         home = network.device if device is None else usable_device(device)
@@ -1079,15 +1075,9 @@ class Fitted:
                 )
             return (None if device is None else [x]), home
         stream = InputStream(
-            x,
-            network.device,
-            network.input_places,
-            target_key,
-            visible,
-            network.batch_size_for,
-            processes,
+            x, network.device, network.input_places, target_key, visible, network.batch_size_for, processes,
             network.arithmetic,
-        )
+        )  # fmt: skip
         return stream, torch.device("cpu") if device is None else home
 
     def _refuse_changed(self) -> None:

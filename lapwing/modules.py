@@ -198,14 +198,9 @@ class ClosedForm(PosteriorModule):
     weights: Tensor
 
     def __init__(
-        self,
-        fitted: Fitted,
-        head: nn.Module | None,
-        forms: Sequence[nn.Module],
-        components: Sequence[Component],
-        shift: Tensor | None,
-        returns: str,
-    ) -> None:
+        self, fitted: Fitted, head: nn.Module | None, forms: Sequence[nn.Module], components: Sequence[Component],
+        shift: Tensor | None, returns: str,
+    ) -> None:  # fmt: skip
         super().__init__(fitted, returns)
         self.head, self.forms, self.components = head, nn.ModuleList(forms).eval(), tuple(components)
         self.with_bias = head is not None and fitted.network.layout[0].bias is not None  # a fixed bias has no spread

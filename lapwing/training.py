@@ -126,11 +126,7 @@ class TrainingState:
         Raises:
             FileError: If the file cannot be written; an existing one is unchanged.
         """
-        parts = {
-            "weights": State("weights", {}, self.weights),
-            "optimiser": self.optimiser,
-            "recipe": self.recipe,
-        }
+        parts = {"weights": State("weights", {}, self.weights), "optimiser": self.optimiser, "recipe": self.recipe}
         if self.best:
             weights = {"weights": State("weights", {}, self.best["weights"])}
             parts["best"] = State("best", {"evidence": self.best["evidence"]}, _tensors(self.best), weights)
@@ -242,14 +238,9 @@ OTHER_PROCESS = 15_485_863  # between the seeds of two processes, above any numb
 
 
 def run(
-    network: Network,
-    modes: Sequence[bool],
-    data: Data,
-    likelihood: Likelihood,
-    recipe: Recipe,
-    resume: TrainingState | str | Path | None = None,
-    checkpoint: str | Path | None = None,
-) -> tuple[Posterior, TrainingState]:
+    network: Network, modes: Sequence[bool], data: Data, likelihood: Likelihood, recipe: Recipe,
+    resume: TrainingState | str | Path | None = None, checkpoint: str | Path | None = None,
+) -> tuple[Posterior, TrainingState]:  # fmt: skip
     """Train the network's model; return the posterior at its best epoch and the state to resume from.
 
     ``modes`` says which of its modules the user had in training mode. ``data.progress`` shows one bar.

@@ -486,7 +486,8 @@ class Network:
             return
         form = graph.form, tangent.differentiable
         if form not in checked:
-            compare(tangent, first=not checked)
+            with select_kernels(self.plain_kernels):
+                compare(tangent, first=not checked)
         checked |= {key, form}
 
     def patterns(self, tangent: Tangent) -> Patterns:

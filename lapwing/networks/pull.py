@@ -476,12 +476,9 @@ def seed_by_seed(graph: Graph, seeds: Tensor, recurrent: bool) -> bool:
 
 
 def by_autograd(
-    raw: Tensor,
-    targets: Sequence[GradientEdge] | Sequence[Tensor],
-    seeds: Tensor,
-    looped: bool,
+    raw: Tensor, targets: Sequence[GradientEdge] | Sequence[Tensor], seeds: Tensor, looped: bool,
     differentiable: bool = False,
-) -> list[Tensor | None]:
+) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients (K, ...) of seeds · raw at the targets; None where there is no path."""
     options = {"retain_graph": True, "allow_unused": True, "create_graph": differentiable}
     if not looped and len(seeds) > 1:

@@ -159,16 +159,9 @@ def matmul(node: Node, name: str, kind: str, rows: Factor, bias: str | None = No
 
     all_rows = part is None
     return Use(
-        node,
-        name,
-        kind,
-        output_shape(node)[0],
-        jacobian,
-        bias,
-        takes_bias=all_rows,
-        uses_all=all_rows,
+        node, name, kind, output_shape(node)[0], jacobian, bias, takes_bias=all_rows, uses_all=all_rows,
         own_rows=all_rows,
-    )
+    )  # fmt: skip
 
 
 def convolution(node: Node, name: str, weight: Shape, bias: str | None) -> Use:

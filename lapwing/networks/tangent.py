@@ -408,11 +408,7 @@ class Tangent:
                 del step
 
     def _block(
-        self,
-        seeds: Tensor,
-        opaque: Callable[[], Mapping[str, Tensor]],
-        number: int,
-        grads: Gradients,
+        self, seeds: Tensor, opaque: Callable[[], Mapping[str, Tensor]], number: int, grads: Gradients
     ) -> BlockJacobian:
         """Return the Jacobian of a block; where few of its weights are chosen, that of these alone."""
         part = self._whole_block(seeds, opaque, number, grads)
@@ -423,11 +419,7 @@ class Tangent:
         return PickedJacobian.of(part, chosen) if few else part
 
     def _whole_block(
-        self,
-        seeds: Tensor,
-        opaque: Callable[[], Mapping[str, Tensor]],
-        number: int,
-        grads: Gradients,
+        self, seeds: Tensor, opaque: Callable[[], Mapping[str, Tensor]], number: int, grads: Gradients
     ) -> BlockJacobian:
         """Return the sum of the Jacobians of all uses of the block's weight; zero where this batch does not use it."""
         if number in self.fallback_blocks:
@@ -463,9 +455,8 @@ class Tangent:
         if self.differentiable:
             raise ModelError(
                 f"the Jacobian of {block.weight!r} has no rule ({self.fallback_blocks[number]}) and cannot be "
-                "differentiated in "
-                "the inputs. Leave it out with named(), or keep the inputs where they are: x.detach() for predictions, "
-                "VaLLA(optimiser='none') with alpha=0."
+                "differentiated in the inputs. Leave it out with named(), or keep the inputs where they are: "
+                "x.detach() for predictions, VaLLA(optimiser='none') with alpha=0."
             )
         jacobians = opaque()
         if not block.linear:
@@ -565,22 +556,19 @@ def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, T
     forward and two backward passes; three forward passes more where a parameter has no gradient; and as much for each
     tensor that is kept.
     """
-    network = tangent.network
-    names, plain_kernels = network.selection.names, network.plain_kernels
+    network, names = tangent.network, tangent.network.selection.names
 
     def find_difference(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> str:
         """Return a parameter whose gradient is another one in a run of this model, or ""."""
-        with recording(network.parameters, names if values is None else (), plain_kernels):
+        with recording(network.parameters, names if values is None else ()):
             raw = raw_output(model, tangent.inputs, values)
         tensors = dict(model.named_parameters())
         leaves = {name: tensors[name] for name in names} if values is None else values
-        off = _find_difference(_gradients(raw, leaves, seed, plain_kernels), expected, tangent)
+        off = _find_difference(_gradients(raw, leaves, seed), expected, tangent)
         return off[0] if off is not None and _same(model, raw, tangent.raw) else ""
 
-    name = find_difference(
-        network.replica, {name: network.parameters[name].detach().requires_grad_() for name in names}
-    )
-    if name:
+    values = {name: network.parameters[name].detach().requires_grad_() for name in names}
+    if name := find_difference(network.replica, values):
         raise ModelError(kept_value_message(name, " (in a closure, or in an object that is not a module)"))
     if not network.private:
         return
@@ -588,12 +576,12 @@ def _refuse_kept_values(tangent: Tangent, seed: Tensor, expected: Mapping[str, T
 
     def follows(model: nn.Module) -> bool:
         """Return whether the outputs change with the parameters that have no gradient."""
-        with torch.no_grad(), select_kernels(plain_kernels):
+        with torch.no_grad():
             return not _same(model, raw_output(model, tangent.inputs, silent), tangent.raw)
 
     if silent and follows(copy_modules(network.replica)):
         used = copy_modules(network.replica)
-        output_without_graph(used, tangent.inputs, plain_kernels)
+        output_without_graph(used, tangent.inputs)
         if not follows(used):
             raise ModelError(kept_value_message(next(iter(silent)), ", without a gradient"))
     for where, empty_copy in _copies_without_kept(network.replica):
@@ -649,14 +637,11 @@ def _held(value: Any) -> tuple[Tensor, ...]:
     return tuple(part for part in parts if isinstance(part, Tensor))
 
 
-def _gradients(
-    raw: Tensor, leaves: Mapping[str, Tensor], seed: Tensor, plain_kernels: bool
-) -> Iterator[tuple[str, Tensor | None]]:
+def _gradients(raw: Tensor, leaves: Mapping[str, Tensor], seed: Tensor) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the gradient of seed · raw for each leaf, with its name."""
     grads: Sequence[Tensor | None] = [None] * len(leaves)
     if raw.requires_grad:
-        with select_kernels(plain_kernels):
-            grads = torch.autograd.grad(raw, list(leaves.values()), seed.reshape(raw.shape).to(raw), allow_unused=True)
+        grads = torch.autograd.grad(raw, list(leaves.values()), seed.reshape(raw.shape).to(raw), allow_unused=True)
     return zip(leaves, (g.to_dense() if g is not None and g.is_sparse else g for g in grads), strict=True)
 
 
@@ -684,9 +669,8 @@ def _by_autograd(tangent: Tangent, u: Tensor, c: Tensor) -> dict[str, Tensor]:
     """Return the gradient of Σ_b c_b u_b · f_b, by parameter; none for those that are not in the graph."""
     nodes: list[Node] = list(tangent.graph.leaves)
     seed = (u[0] * c).reshape(tangent.raw.shape).to(tangent.raw)
-    with select_kernels(tangent.network.plain_kernels):
-        edges = [GradientEdge(node, 0) for node in nodes]
-        grads = torch.autograd.grad(tangent.raw, edges, seed, retain_graph=True, allow_unused=True)
+    edges = [GradientEdge(node, 0) for node in nodes]
+    grads = torch.autograd.grad(tangent.raw, edges, seed, retain_graph=True, allow_unused=True)
     pairs = zip((tangent.graph.leaves[node] for node in nodes), grads, strict=True)
     return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in pairs if grad is not None}
 

@@ -36,12 +36,9 @@ FEW_POINTS = 100  # training data that are looked at, if every input takes solve
 
 
 def beliefs_by_chunk(
-    members: Sequence[Posterior],
-    wide: Sequence[Posterior],
-    data: Data,
-    batches: Iterable[Batch],
+    members: Sequence[Posterior], wide: Sequence[Posterior], data: Data, batches: Iterable[Batch],
     one_by_one: bool = False,
-) -> Iterator[Chunk]:
+) -> Iterator[Chunk]:  # fmt: skip
     """Yield checked targets, the weights of the samples, and the belief of every member, for each chunk of the data.
 
     The network is run and differentiated once for each chunk: all members take their variances from one Jacobian.

@@ -294,15 +294,9 @@ class Integrate(TunerWithSettings):
         return mixture.with_trace(trace.after(base.trace))
 
     def _folds_with_offsets(
-        self,
-        plain: CellGrid,
-        used: Offset,
-        log_prior: Tensor,
-        scores: Tensor,
-        weights: Tensor,
-        held: HeldOutputs,
+        self, plain: CellGrid, used: Offset, log_prior: Tensor, scores: Tensor, weights: Tensor, held: HeldOutputs,
         data: Data,
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
         """Return the log prior and the scores of the cells for each fold, with an offset learned from the other folds.
 
         ``plain`` has all cells without offset. In ``log_prior`` and ``scores`` the cells with an offset come last. Only
