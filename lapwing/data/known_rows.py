@@ -29,6 +29,7 @@ MAX_HASHED_WORDS = 2**14  # words of a row that are hashed; a wider one is added
 SHORT_TYPES = {torch.bool, torch.uint8, torch.int8, torch.int16}  # whole numbers that float32 holds
 CHUNK_NUMBERS = 2**18  # numbers that are hashed at a time
 MIXED_NUMBERS = 2**14  # numbers of small batches that are mixed at once
+MAX_MARKS = 4 * TRAINING  # marks of a pass that goes on
 TOTAL = 2**53
 MIN_SHARE = 0.1  # share of reused rows that is worth a remark
 SHARE_ERRORS = 4.0  # standard errors by which the share must exceed the expected one
@@ -143,64 +144,85 @@ class Reuse:
 
 @dataclass(eq=False)
 class Sketching:
-    """The sketch of a pass while it goes on."""
+    """The sketch of a pass while it goes on.
+
+    What waits and the marks so far are written into memory that is taken once: small pieces that outlive a batch would
+    lie between its large tensors, and the memory of these could not be used again.
+    """
 
     rows: int = 0
     totals: tuple[int, int] = (0, 0)
     limit: int = 2**INPUT_BITS
-    parts: list[Tensor] = field(default_factory=list)
-    kept: int = 0  # marks in ``parts``
-    sums: list[Tensor] = field(default_factory=list)  # of the inputs of batches that wait: many are mixed at once
-    targets: list[Tensor] = field(default_factory=list)  # of these batches, unless they have none
-    form: tuple[torch.dtype, torch.Size] | None = None  # the dtype and shape of one target
-    waiting: int = 0  # numbers that wait
+    marks: Tensor = field(default_factory=lambda: torch.empty(MAX_MARKS, dtype=torch.int64))
+    kept: int = 0  # of ``marks``
+    sums: Tensor | None = None  # of the inputs of batches that wait: many are mixed at once
+    targets: Tensor | None = None  # of these batches, unless they have none
+    waiting: int = 0  # rows that wait
     comparable: bool = True  # whether rows of all batches could be hashed
 
     def add(self, inputs: Inputs, targets: Tensor | None, count: int) -> None:
         """Add the rows of a batch."""
         sums = _sums(inputs, count) if self.comparable else None
         if sums is None or (targets is not None and n_rows(targets) != count):
-            self.comparable, self.parts, self.sums, self.targets = False, [], [], []
+            self.comparable = False
             return
-        if targets is not None:
-            if self.targets and (targets.dtype, targets.shape[1:]) != (
-                self.targets[0].dtype,
-                self.targets[0].shape[1:],
-            ):
-                self._mix()
-            self.targets.append(targets.clone())  # a loader may use its memory again
-            self.waiting += targets.numel()
-        self.sums.append(sums)
         self.rows += count
-        self.waiting += count
-        if self.waiting > MIXED_NUMBERS:
-            self._mix()
-
-    def _mix(self) -> None:
-        """Turn the rows that wait into marks."""
-        if not self.sums:
+        if self.sums is None or not _same_form(targets, self.targets):
+            self._mix_waiting()
+            room = MIXED_NUMBERS // (1 + (0 if targets is None else targets[:1].numel()))
+            self.sums = sums.new_empty(room)
+            self.targets = None if targets is None else targets.new_empty((room, *targets.shape[1:]))
+        if self.waiting + count > len(self.sums):
+            self._mix_waiting()
+        if count > len(self.sums):
+            self._mix(sums, targets)
             return
-        of_inputs = torch.cat(self.sums)
-        of_targets = _products(torch.cat(self.targets), 20_014).to(of_inputs) if self.targets else of_inputs * 0
+        here = slice(self.waiting, self.waiting + count)
+        self.sums[here] = sums
+        if targets is not None and self.targets is not None:
+            self.targets[here] = targets
+        self.waiting += count
+
+    def _mix_waiting(self) -> None:
+        """Turn the rows that wait into marks."""
+        if self.waiting and self.sums is not None:
+            self._mix(self.sums[: self.waiting], None if self.targets is None else self.targets[: self.waiting])
+        self.waiting = 0
+
+    def _mix(self, of_inputs: Tensor, targets: Tensor | None) -> None:
+        """Turn rows into marks, from the sums of their inputs (n,) and their targets."""
+        of_targets = of_inputs * 0 if targets is None else _products(targets, 20_014).to(of_inputs)
         of_inputs, of_targets = _mix_bits(of_inputs), _mix_bits(of_targets)
         joint = _mix_bits(of_inputs + 31 * of_targets)
         sums = [int((h & (TOTAL - 1)).sum()) for h in (joint, of_inputs)]
         self.totals = ((self.totals[0] + sums[0]) % TOTAL, (self.totals[1] + sums[1]) % TOTAL)
-        self.sums, self.targets, self.waiting = [], [], 0
         top = _shift_right(of_inputs, 64 - INPUT_BITS)
         marks = (top << (TARGET_BITS + 1)) | (_shift_right(of_targets, 64 - TARGET_BITS) << 1)
-        self.parts.append(marks[top < self.limit].cpu())
-        self.kept += len(self.parts[-1])
-        if self.kept > 4 * TRAINING:
-            sketch = RowSketch.of(self.parts, self.rows, self.totals, self.limit, TRAINING)
-            self.parts, self.limit, self.kept = [sketch.marks], sketch.limit, 0
+        for part in marks[top < self.limit].split(TRAINING):
+            if self.kept + len(part) > MAX_MARKS:
+                self._cut()
+            self.marks[self.kept : self.kept + len(part)] = part
+            self.kept += len(part)
+
+    def _cut(self) -> None:
+        """Leave out the marks of the largest hashes."""
+        sketch = RowSketch.of([self.marks[: self.kept]], self.rows, self.totals, self.limit, TRAINING)
+        self.kept, self.limit = len(sketch.marks), sketch.limit
+        self.marks[: self.kept] = sketch.marks
 
     def value(self) -> RowSketch | None:
         """Return the sketch; None if some rows cannot be compared."""
         if not self.comparable:
             return None
-        self._mix()
-        return RowSketch.of(self.parts, self.rows, self.totals, self.limit, TRAINING)
+        self._mix_waiting()
+        return RowSketch.of([self.marks[: self.kept]], self.rows, self.totals, self.limit, TRAINING)
+
+
+def _same_form(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether the rows of two tensors have the same shape and dtype; None has no rows."""
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and one.shape[1:] == other.shape[1:]
 
 
 @saved
