@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ P = TypeVar("P", bound="Predictive")
 
 class Predictive:
     """A distribution of the targets at every input."""
+
+    main_members: ClassVar[tuple[str, ...]] = ("mean",)  # the names of the members that ``numpy`` returns
 
     @property
     def mean(self) -> Tensor:
@@ -65,11 +67,6 @@ class Predictive:
         """The scores that fit such targets."""
         raise NotImplementedError
 
-    @property
-    def main_members(self) -> tuple[str, ...]:
-        """The names of the members that ``numpy`` returns."""
-        return ("mean",)
-
     def numpy(self) -> dict[str, Any]:
         """Return the main members as NumPy arrays, by name: ``probs`` of labels, ``mean`` and ``std`` of numbers."""
         return {name: getattr(self, name).detach().cpu().numpy() for name in self.main_members}
@@ -82,6 +79,8 @@ class Predictive:
 
 class LabelPredictive(Predictive):
     """A predictive of labels, by the probabilities of their values."""
+
+    main_members: ClassVar[tuple[str, ...]] = ("probs",)
 
     @property
     def probs(self) -> Tensor:
@@ -102,10 +101,6 @@ class LabelPredictive(Predictive):
     def entropy_of(probs: Tensor) -> Tensor:
         """Return the entropy of labels with these probabilities (..., C) in nats, (...)."""
         raise NotImplementedError
-
-    @property
-    def main_members(self) -> tuple[str, ...]:
-        return ("probs",)
 
     @property
     def class_probs(self) -> Tensor:
@@ -139,6 +134,8 @@ class LabelPredictive(Predictive):
 
 class ClassPredictive(LabelPredictive):
     """A predictive of one class out of C."""
+
+    scoring: ClassVar[ClassScoring] = ClassScoring()
 
     @property
     def log_probs(self) -> Tensor:
@@ -186,13 +183,11 @@ class ClassPredictive(LabelPredictive):
     def class_probs(self) -> Tensor:
         return self.probs
 
-    @property
-    def scoring(self) -> ClassScoring:
-        return ClassScoring()
-
 
 class MultilabelPredictive(LabelPredictive):
     """A predictive of one binary label or many."""
+
+    scoring: ClassVar[LabelScoring] = LabelScoring()
 
     def known_log_prob(self, y: Tensor, known: Tensor) -> Tensor:
         """Return the log-probability of the labels that count, (B, [T]): of these together, zero where none does.
@@ -221,17 +216,11 @@ class MultilabelPredictive(LabelPredictive):
             )
         return torch.cat([1 - self.probs, self.probs], -1)
 
-    @property
-    def scoring(self) -> LabelScoring:
-        return LabelScoring()
-
 
 class NumberPredictive(Predictive):
     """A predictive of C numbers, such as regression targets or counts."""
 
-    @property
-    def main_members(self) -> tuple[str, ...]:
-        return ("mean", "std")
+    main_members: ClassVar[tuple[str, ...]] = ("mean", "std")
 
     @property
     def epistemic_variance(self) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -117,16 +117,14 @@ class DensityMixture(NumberMixture["NormalPredictive | StudentPredictive"]):
 class CountMixture(NumberMixture["CountPredictive"]):
     """A mixture of predictives of counts."""
 
+    scoring: ClassVar[NumberScoring] = NumberScoring(discrete=True)
+
     def cdf(self, y: Tensor | float) -> Tensor:
         return self.average(lambda component: component.cdf(y))
 
     def quantile(self, level: float) -> Tensor:
         reach = self.each(lambda component: component.reach(20)).amax(0)
         return whole_quantile(self.cdf, level, reach).to(self.mean)
-
-    @property
-    def scoring(self) -> NumberScoring:
-        return NumberScoring(discrete=True)
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -183,6 +181,7 @@ class NormalPredictive(NumberPredictive):
 
     belief: FunctionGaussian
     noise: Tensor
+    degrees: ClassVar[float] = math.inf  # of freedom, as of a Student distribution that is normal
 
     mixed = staticmethod(DensityMixture)
 
@@ -197,11 +196,6 @@ class NormalPredictive(NumberPredictive):
     @property
     def aleatoric_variance(self) -> Tensor:
         return self.noise
-
-    @property
-    def degrees(self) -> float:
-        """Degrees of freedom: infinite, as of a Student distribution that is normal."""
-        return math.inf
 
     @property
     def width(self) -> Tensor:
@@ -378,6 +372,8 @@ class CountPredictive(NumberPredictive):
 
     belief: FunctionGaussian
 
+    scoring: ClassVar[NumberScoring] = NumberScoring(discrete=True)
+
     mixed = staticmethod(CountMixture)
 
     @cached_property
@@ -442,10 +438,6 @@ class CountPredictive(NumberPredictive):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         integer().check("n", n)
         return poisson(self.belief.sample(n, generator).exp(), generator)
-
-    @property
-    def scoring(self) -> NumberScoring:
-        return NumberScoring(discrete=True)
 
     def top_count(self) -> int:
         """Return the largest count that is likely for one of the inputs."""
