@@ -158,7 +158,8 @@ class VariationalDescent:
     def run(self, progress: bool) -> tuple[Problem, Tensor, Tensor]:
         """Return the problem with the noise and the prior of the end, and mean (steps from w̃) and variance, (P,)."""
         settings, network = self.settings, self.problem.network
-        phi, origin = float(self.problem.likelihood.dispersion), network.theta() - self._centre
+        centre = 0.0 if self._own_decay else self.problem.prior.mean  # towards which weights decay
+        phi, origin = float(self.problem.likelihood.dispersion), network.theta() - centre
         parameters = [nn.Parameter(origin[piece].clone()) for piece in self.pieces]
         optimiser, total = self._optimiser(parameters), settings.epochs * self.steps
         order = derived_generator(torch.Generator().manual_seed(settings.seed), torch.empty(0))
@@ -170,7 +171,8 @@ class VariationalDescent:
                 if step and self.problem.likelihood.learns_dispersion:  # the best one for the last epoch's weights
                     phi = 2 * summed / (seen * self.start.outputs)
                 summed, seen = 0.0, 0
-                self._set_noise(optimiser, phi)
+                for group, decay in zip(optimiser.param_groups, self._decay(phi), strict=True):
+                    group["ess"], group["weight_decay"] = self.start.data / phi, decay
             for group in optimiser.param_groups:
                 group["lr"] = 0.5 * settings.learning_rate * (1 + math.cos(math.pi * step / total))
             loss, count = self._step(optimiser, parameters, origin, next(batches), stream)
@@ -183,15 +185,13 @@ class VariationalDescent:
         return self._final_problem(phi), torch.cat([p.detach() for p in parameters]) - origin, variance
 
     @property
-    def _centre(self) -> Tensor | float:
-        """The mean of the prior, towards which weights decay."""
-        prior = self.problem.prior
-        fixed = self.settings.weight_decay is not None or self.problem.learn_prior
-        return 0.0 if fixed else prior.mean if isinstance(prior.mean, float | int) else prior.mean.to(prior.vector)
+    def _own_decay(self) -> bool:
+        """Whether the weight decay is that of the settings, and not of a given prior."""
+        return self.settings.weight_decay is not None or self.problem.learn_prior
 
     def _decay(self, phi: float) -> list[float]:
         """Return the weight decay of every piece, for the dispersion φ."""
-        if self.settings.weight_decay is not None or self.problem.learn_prior:
+        if self._own_decay:
             return [DECAY if self.settings.weight_decay is None else self.settings.weight_decay]
         vector = self.problem.prior.vector
         return [phi * float(vector[piece][0]) / self.start.data for piece in self.pieces]
@@ -203,11 +203,6 @@ class VariationalDescent:
             [{"params": [parameter]} for parameter in parameters], lr=settings.learning_rate, ess=self.start.data,
             hess_init=settings.hess_init, beta1=settings.beta1, beta2=beta2, weight_decay=DECAY,
         )  # fmt: skip
-
-    def _set_noise(self, optimiser: Any, phi: float) -> None:
-        """Set the effective sample size and the weight decay for the dispersion φ."""
-        for group, decay in zip(optimiser.param_groups, self._decay(phi), strict=True):
-            group["ess"], group["weight_decay"] = self.start.data / phi, decay
 
     def _step(
         self, optimiser: Any, parameters: Sequence[nn.Parameter], origin: Tensor, batch: Batch, stream: Stream

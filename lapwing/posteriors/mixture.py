@@ -347,16 +347,11 @@ class MixturePosterior(Posterior):
         pairs = zip(self._spreads.tolist(), members, strict=True)
         return torch.as_tensor(sum(spread * each.variance_of(function, x) for spread, each in pairs))
 
-    @property
-    def _separate(self) -> MixturePosterior:
-        """This mixture with a base for every belief."""
-        beliefs = tuple(Belief(i + 1) for i in range(len(self.members)))
-        return replace(self, bases=(self.bases[0], *self.members), beliefs=beliefs)
-
     def state(self) -> State:
         shared = all(belief.precisions is None for belief in self.beliefs)
-        if not shared and self.base.is_sampled:  # samples in a file belong to one prior
-            return self._separate.state()
+        if not shared and self.base.is_sampled:  # samples in a file belong to one prior: a base for every belief
+            beliefs = tuple(Belief(i + 1) for i in range(len(self.members)))
+            return replace(self, bases=(self.base, *self.members), beliefs=beliefs).state()
         parts = {f"base{i}": base.state() for i, base in enumerate(self.bases)}
         tensors = {"weights": self.weights}
         for i, base in enumerate(self.bases):
@@ -450,6 +445,7 @@ class NetworksPosterior(Posterior):
     networks: tuple[Network, ...]
     fingerprints: tuple[Fingerprint, ...]  # of the networks at the fit
     trace: Trace | None = None  # the steps of the tuners of all networks, one after another
+    of_one_network: ClassVar[bool] = False
     no_file: ClassVar[str] = (
         "a mixture of several networks has no file form, since a file does not hold networks; save those and fit "
         "again, or save the posterior of each."
@@ -479,10 +475,6 @@ class NetworksPosterior(Posterior):
     def statistics(self) -> Statistics:  # type: ignore[override]
         """Loss and counts of the data, of the first network."""
         return self.mixture.statistics
-
-    @property
-    def of_one_network(self) -> bool:
-        return False
 
     @property
     def findings(self) -> tuple[str, ...]:

@@ -463,14 +463,10 @@ class WeightPosterior(AtCentre):
     def findings(self) -> tuple[str, ...]:
         """Remarks on what the curvature approximates or estimates, and on the digits of the Jacobian."""
         estimated = () if self.estimate is None else (str(self.estimate),)
-        return (*self.current.findings, *self._missing, *estimated, *self._digits)
-
-    @property
-    def _missing(self) -> tuple[str, ...]:
-        """Remarks on the curvature that is left out, where that widens the variances."""
-        rows = self.statistics.data * self.statistics.outputs
         with torch.no_grad():
-            return self.current.missing_findings(self._phi, self.problem.prior, rows)
+            rows = self.statistics.data * self.statistics.outputs
+            missing = self.current.missing_findings(self._phi, self.problem.prior, rows)
+        return (*self.current.findings, *missing, *estimated, *self._digits)
 
     @property
     def _digits(self) -> tuple[str, ...]:
