@@ -161,10 +161,26 @@ class FullCurvature(Curvature):
         values = eigvalsh(matrix)
         return values.clamp_min(0) if self.definite else values
 
+    @cached_property
+    def _root(self) -> Tensor:
+        """Rows W (r, P) with H = Wᵀ W, up to eigenvalues that are rounding."""
+        values, vectors = eigh(self.matrix.double())
+        kept = values > len(values) * torch.finfo(torch.float64).eps * values[-1]
+        return (vectors[:, kept] * values[kept].sqrt()).mT
+
     def precision(self, phi: Tensor, prior: BoundPrior) -> FullPrecision:
-        matrix = self.matrix.double() / phi.double()
-        matrix.diagonal().add_(prior.vector.double())
-        return FullPrecision(cholesky(matrix, self._name), self.selection)
+        """Return Λ. Where the noise is so small that rounding of H drowns A, its factor is that of the rows of a root.
+
+        A network that interpolates its data has such noise. The matrix itself may then be indefinite.
+        """
+        matrix, diagonal = self.matrix.double() / phi.double(), prior.vector.double()
+        matrix.diagonal().add_(diagonal)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if int(failed) and self.definite and bool(torch.isfinite(matrix).all()) and bool((diagonal > 0).all()):
+            rows = torch.cat([self._root / phi.double().sqrt(), diagonal.sqrt().diag()])
+            upper = torch.linalg.qr(rows, mode="r").R
+            return FullPrecision((upper * upper.diagonal().sign()[:, None]).mT, self.selection)
+        return FullPrecision(cholesky(matrix, self._name) if int(failed) else factor, self.selection)
 
     @property
     def _name(self) -> str:

@@ -242,7 +242,8 @@ class BlockKrylov:
         if smallest <= torch.finfo(torch.float64).eps * float(self.values[0].abs()):
             raise NumericalError(
                 f"a shifted operator is not positive definite: it has a Ritz value of {smallest:.3g}; expected above "
-                "zero. Raise the prior precision, or take float64 where products are float32."
+                "zero. Raise the prior precision, or the noise, which is nearly zero for a network that interpolates "
+                "its data; or take float64 where products are float32."
             )
 
 

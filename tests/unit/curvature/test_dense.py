@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +57,22 @@ def test_a_weak_prior_survives_float32(precision: float) -> None:
         single.functions(x).cov.double(), double.functions(x.double()).cov, rtol=1e-4, atol=1e-5 / precision
     )
     assert float(single.log_evidence()) == pytest.approx(float(double.log_evidence()), abs=1e-3)
+
+
+def test_noise_so_small_that_rounding_drowns_the_prior() -> None:
+    """A network that interpolates: its variance is that of the prior outside the rows of its Jacobian."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 15), nn.Tanh(), nn.Linear(15, 1)).double()
+    x, new = torch.randn(25, 2).double(), torch.randn(9, 2).double()
+    noise = lw.Gaussian(noise_std=1e-8)
+    posterior = lw.fit(net, [(x, net(x).detach())], noise, method=lw.Full(), prior=3.0, progress=False)
+    gradient = partial(torch.autograd.grad, inputs=list(net.parameters()), retain_graph=True)
+    rows, others = (torch.stack([torch.cat([g.flatten() for g in gradient(f)]) for f in net(inputs)[:, 0]])
+                    for inputs in (x, new))  # fmt: skip
+    values, right = torch.linalg.svd(rows, full_matrices=False)[1:]
+    left_over = others.square().sum(1) - ((others @ right.mT).square() / (1 + 3e-16 / values.square())).sum(1)
+    assert float(values.min()) > 1e-5  # no direction that is rounding
+    torch.testing.assert_close(posterior.functions(new).variance[:, 0], left_over / 3, rtol=1e-5, atol=1e-9)
 
 
 def test_strips_are_the_whole_sum() -> None:
