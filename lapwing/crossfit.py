@@ -428,6 +428,7 @@ class Sibling:
         return crossfit(self.train_fn, data, likelihood, model=model, folds=[first.pair], seed=self.seed, **settings)
 
 
+@refuse_other_arguments
 def sibling(
     train_fn: TrainFunction | None = None, *, share: float = 0.2, groups: Sequence[Any] | None = None, seed: int = 0
 ) -> Sibling:

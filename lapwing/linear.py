@@ -15,7 +15,7 @@ from lapwing.linalg.operators import Design, OperatorDesign, Solution, back_prod
 from lapwing.linalg.ridge import Frame, Regression, Ridge, check_settings, relative_variances
 from lapwing.posteriors.base import NOT_CONVERGED, Step, Trace
 from lapwing.predictives.numbers import NormalPredictive
-from lapwing.runtime.settings import FLAG, GENERATOR, integer
+from lapwing.runtime.settings import FLAG, GENERATOR, integer, refuse_other_calls
 from lapwing.runtime.threads import generator_or_default
 from lapwing.values.gaussian import FunctionGaussian
 
@@ -293,3 +293,6 @@ def _no_optimum(alpha: float, phi: float, last: Step) -> NumericalError:
         "none if the features do not explain the targets or the targets have no noise. Give precision=... or "
         "noise_std=...."
     )
+
+
+refuse_other_calls(globals())

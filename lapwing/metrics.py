@@ -35,7 +35,17 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PROBABILITY, Rule, describe, integer, is_real
+from lapwing.runtime.settings import (
+    FLAG,
+    FUNCTION,
+    GENERATOR,
+    PROBABILITY,
+    Rule,
+    describe,
+    integer,
+    is_real,
+    refuse_other_calls,
+)
 from lapwing.runtime.threads import independent_generator, uniform
 from lapwing.values.arrays import (
     Values,
@@ -724,3 +734,6 @@ def aurc(uncertainty: Values, loss: Values) -> float:
     0.1111
     """
     return float(risk_coverage(uncertainty, loss).risk.mean())
+
+
+refuse_other_calls(globals())

@@ -22,7 +22,7 @@ from lapwing.metrics import Calibration, RiskCoverage, calibration, coverage
 from lapwing.metrics import risk_coverage as selective_risk
 from lapwing.posteriors.base import Posterior, Trace
 from lapwing.predictives.scores import LEVELS as CQM_LEVELS
-from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, describe, integer
+from lapwing.runtime.settings import POSITIVE, POSITIVE_VALUES, PROBABILITY, describe, integer, refuse_other_calls
 from lapwing.values.arrays import Values, numbers, vectors
 
 if TYPE_CHECKING:
@@ -827,3 +827,6 @@ def ranking(evaluations: Any, *, ax: Axes | None = None) -> Axes:
     ax.set_yticks(range(len(rows)), [plain_text(row.name) for row in rows])
     ax.set(xlabel="negative log-likelihood of a datum (lower is better)", ylim=(-0.6, len(rows) - 0.4))
     return ax
+
+
+refuse_other_calls(globals())

@@ -21,7 +21,7 @@ from lapwing.networks.jacobians import Block, BlockJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.networks.tangent import LayerJacobians
-from lapwing.runtime.settings import POSITIVE, HasSettings, Rule, is_real, setting
+from lapwing.runtime.settings import POSITIVE, HasSettings, Rule, is_real, refuse_other_calls, setting
 from lapwing.runtime.states import SMALLEST, Array, Either, ListOf, Maybe, Real, State, Text, saved
 
 __all__ = [
@@ -695,3 +695,6 @@ class FilterGP(HasSettings, Prior):
 
 isotropic, per_layer, grouped, diagonal = Isotropic, PerLayer, Grouped, DiagonalPrior
 per_normalised_group, g_prior, filter_gp = PerNormalisedGroup, GPrior, FilterGP
+
+
+refuse_other_calls(globals())

@@ -30,6 +30,7 @@ from lapwing.runtime.settings import (
     integer,
     on_device,
     one_of,
+    refuse_other_calls,
     required,
     setting,
 )
@@ -330,3 +331,6 @@ def _with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
             "update is None; expected a tuner, such as lw.tuners.Ascend(). For plain training use fixed(...)."
         )
     return replace(recipe, **changes)
+
+
+refuse_other_calls(globals())

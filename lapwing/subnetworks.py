@@ -32,7 +32,7 @@ from lapwing.priors import Prior
 from lapwing.problem import Problem
 from lapwing.registry import find_weights
 from lapwing.runtime.memory import refuse_large_result
-from lapwing.runtime.settings import GENERATOR, NONE, Rule, integer, is_integer, is_real, of_class
+from lapwing.runtime.settings import GENERATOR, NONE, Rule, integer, is_integer, is_real, of_class, refuse_other_calls
 from lapwing.runtime.threads import independent_generator, should_show_progress, uniform
 from lapwing.tuners.base import MaximiseEvidence, start_near_optimum
 
@@ -406,3 +406,6 @@ def _checked_pool(pool: int, count: int, candidates: int) -> int:
     if pool < count:
         raise UnsupportedError(f"pool is {pool}; expected at least the {count} weights that are chosen from it.")
     return min(pool, candidates)
+
+
+refuse_other_calls(globals())

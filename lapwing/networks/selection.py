@@ -19,7 +19,7 @@ from lapwing.errors import ModelError
 from lapwing.networks.graph import Graph
 from lapwing.networks.jacobians import Block
 from lapwing.networks.rules import Node, Use, output_shape
-from lapwing.runtime.settings import Rule, of_class
+from lapwing.runtime.settings import Rule, of_class, refuse_other_arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +221,7 @@ class Subnetwork(NamedWeights):
 all_weights = AllWeights()
 
 
+@refuse_other_arguments
 def named(pattern: str) -> Weights:
     """Select the parameters whose name matches a regular expression: LoRA weights, one block.
 
@@ -244,6 +245,7 @@ def named(pattern: str) -> Weights:
     return Named(pattern)
 
 
+@refuse_other_arguments
 def subnetwork(index: Tensor | Sequence[int] | Sequence[bool]) -> Weights:
     """Select single weights, by their positions in the flat vector of all weights that require a gradient.
 

@@ -286,6 +286,22 @@ def refuse_other_settings(kinds: Iterable[type]) -> None:
         kind.__init__ = refuse_other_arguments(kind.__init__)  # type: ignore[misc]
 
 
+def refuse_other_calls(module: dict[str, Any]) -> None:
+    """Let what a module offers raise ``CallError`` for arguments that it does not have.
+
+    Args:
+        module: The ``globals()`` of the module, with ``__all__``; what comes from elsewhere stays as it is.
+    """
+    for name in module["__all__"]:
+        value = module[name]
+        if getattr(value, "__module__", "") != module["__name__"]:
+            continue
+        if isinstance(value, type):
+            refuse_other_settings([value])
+        elif inspect.isfunction(value):
+            module[name] = refuse_other_arguments(value)
+
+
 def usable_device(device: Any) -> torch.device:
     """Return the device; raise if this machine has no such device, or it holds no numbers."""
     try:

@@ -96,6 +96,11 @@ POINTS = torch.zeros(4, 2), torch.zeros(4, 1)
         (lambda: lw.tuners.FixedPoint(max_step=1), "mean 'max_steps'"),
         (lambda: lw.compare(None, level=0.9), "no argument 'level'"),
         (lambda: lw.train_ensemble(nn.Linear(2, 1), [POINTS], "regression", member=2), "mean 'members'"),
+        (lambda: lw.metrics.ece(POINTS[0]), "missing a required argument: 'y'"),
+        (lambda: lw.metrics.rmse(*POINTS, weights=1), "no argument 'weights'. It takes mean, y"),
+        (lambda: lw.named(name="x"), "no argument 'name'. It takes pattern"),
+        (lambda: lw.isotropic(precisions=1.0), "mean 'precision'"),
+        (lambda: lw.linear.fit(POINTS[0], target=POINTS[1]), "mean 'targets'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
