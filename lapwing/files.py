@@ -55,8 +55,7 @@ def save(posterior: Posterior, fingerprint: Fingerprint, about: About, path: str
         "method": about.method, "why": about.why, "fingerprint": marks, "modules": fingerprint.modules,
         "columns": {name: list(names) for name, names in about.columns.items()},
     }  # fmt: skip
-    if problem.network.probe_with_outputs is None:
-        settings["settings"] = fingerprint.settings
+    settings["settings"] = fingerprint.settings
     state = State(FORMAT, settings, parts=parts)
     try:
         _restore(state, problem.network.model)
@@ -95,8 +94,8 @@ def _restore(state: State, model: nn.Module) -> tuple[Posterior, Fingerprint, Ab
     modules = {(name, ""): kind for name, kind in fields["modules"].items()}
     _refuse_other_model(replace(fields["fingerprint"], structure=modules), model)
     before = structure_of(model)
-    _refuse_other_settings(fields.get("settings", {}), before)
     network = PartOf(Network, model).read(fields["network"], Known())
+    _refuse_other_settings(fields.get("settings", {}), before, network)
     known = Known({"P": network.selection.size, "C": network.output_shape[-1]}, network.dtype)
     likelihood = PartOf(Likelihood).read(fields["likelihood"], known)
     prior = PartOf(Prior, network).read(fields["prior"], known)
@@ -124,10 +123,15 @@ def _refuse_other_model(fingerprint: Fingerprint, model: nn.Module) -> None:
         raise _OtherModelError(str(error)) from error
 
 
-def _refuse_other_settings(stored: Mapping[str, str], structure: Mapping[tuple[str, str], object]) -> None:
-    """Raise if a setting of a module is another one; those that only one version of a module has are not compared."""
+def _refuse_other_settings(
+    stored: Mapping[str, str], structure: Mapping[tuple[str, str], object], network: Network
+) -> None:
+    """Raise if a setting of a module is another one, unless outputs at the probe are the same; without one, always.
+
+    Settings that only one version of a module has are not compared.
+    """
     for name, now in settings_in(structure).items():
-        if stored.get(name, now) != now:
+        if stored.get(name, now) != now and not network.is_as_probed:
             module, setting = name.rsplit(" ", 1)
             raise _OtherModelError(
                 f"{setting} of the module {module!r} is {now:.60} and was {stored[name]:.60} at the fit. Build the "

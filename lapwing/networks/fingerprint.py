@@ -218,6 +218,7 @@ FEW_ROWS = 8  # rows below which the range is that of the whole tensor: that of 
 # rounding does to most networks, far less than another function does. A GPU rounds float32 factors to 10 bits.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.1}
 TOLERANCE_OF_GPU = 1e-2
+SAME_GAP = 1e-2  # of these tolerances, within which a setting that changed has no effect
 CONSTANTS = (bool, int, float, str, type(None))
 KINDS: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 
@@ -283,21 +284,36 @@ class Probe:
 
         ``dtype`` is that in which the network computes now.
         """
+        gap = self._gap(run, dtype, device)
+        if not gap <= 1:
+            tolerance = self._tolerance(dtype, device)
+            raise OtherFunctionError(
+                f"it has the right weights and returns other outputs, by {gap * tolerance:.2g} of the largest, where "
+                f"rounding explains {tolerance:g}. A setting, such as the slope of an activation, or the code of its "
+                "forward differs. Build the model as it was for the fit."
+            )
+
+    def is_reached(self, run: Callable[[Inputs], Tensor], dtype: torch.dtype, device: torch.device) -> bool:
+        """Return whether the outputs of ``run`` are the same, so that a setting that changed has no effect on them.
+
+        Numbers from a GPU are too coarse to tell; there they pass for the same.
+        """
+        return {self.device, device.type} != {"cpu"} or self._gap(run, dtype, device) < SAME_GAP
+
+    def _gap(self, run: Callable[[Inputs], Tensor], dtype: torch.dtype, device: torch.device) -> float:
+        """Return by how much the outputs of ``run`` differ, in units of the most that machines may differ."""
         assert self.outputs is not None
         now = run(self.inputs(dtype, device)).double().cpu()
         if now.shape != self.outputs.shape:
             seen, expected = tuple(now.shape), tuple(self.outputs.shape)
             raise OtherFunctionError(f"it returns outputs of the shape {seen}; expected {expected}.")
+        scale = self._tolerance(dtype, device) * float(self.outputs.abs().max())
+        return float((now - self.outputs).abs().max()) / scale
+
+    def _tolerance(self, dtype: torch.dtype, device: torch.device) -> float:
+        """Return the most that outputs may differ by rounding, relative to the largest."""
         tolerance = max(TOLERANCES[self.dtype], TOLERANCES.get(dtype, 0.1))
-        if {self.device, device.type} != {"cpu"}:
-            tolerance = max(tolerance, TOLERANCE_OF_GPU)
-        scale, gap = float(self.outputs.abs().max()), float((now - self.outputs).abs().max())
-        if not gap <= tolerance * scale:
-            raise OtherFunctionError(
-                f"it has the right weights and returns other outputs, by {gap / scale:.2g} of the largest one, where "
-                f"rounding explains {tolerance:g}. A setting, such as the slope of an activation, or the code of its "
-                "forward differs. Build the model as it was for the fit."
-            )
+        return tolerance if {self.device, device.type} == {"cpu"} else max(tolerance, TOLERANCE_OF_GPU)
 
     def state(self) -> State:
         """Return the probe as plain data."""

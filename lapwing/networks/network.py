@@ -210,6 +210,12 @@ class Network:
         return network
 
     @cached_property
+    def is_as_probed(self) -> bool:
+        """Whether the network returns what the probe of its file has, far closer than machines may differ."""
+        probe = self.probe
+        return probe is not None and probe.is_reached(self._model_outputs, self.arithmetic, self.device)
+
+    @cached_property
     def probe_with_outputs(self) -> Probe | None:
         """The probe with the outputs at its inputs; None if the network takes none."""
         return None if self.probe is None else self.probe.with_outputs(self._model_outputs, self.device)

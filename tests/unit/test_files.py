@@ -475,6 +475,19 @@ def test_settings_are_compared_where_inputs_cannot_be_drawn(tmp_path: Path) -> N
         lw.load(tmp_path / "net", Shifted(1.5))
 
 
+def test_a_setting_with_a_small_effect_is_refused_and_one_without_is_not(tmp_path: Path) -> None:
+    """Outputs that differ by less than machines may differ, where the settings say why."""
+
+    def model(eps: float = 1e-5, rate: float = 0.1) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6, eps=eps), nn.Dropout(rate), nn.Linear(6, 3)).eval()
+
+    path = saved(model(), tmp_path / "net")
+    lw.load(path, model(rate=0.5))
+    with pytest.raises(lw.errors.FileError, match=r"eps of the module '1' is 0\.0001 and was 1e-05 at the fit"):
+        lw.load(path, model(eps=1e-4))
+
+
 def test_settings_are_watched_after_loading(tmp_path: Path) -> None:
     model = sloped(0.01)
     again = lw.load(saved(model, tmp_path / "net"), model)
