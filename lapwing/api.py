@@ -17,6 +17,7 @@ from lapwing.data.batches import Data, Weighted, cut_for_training
 from lapwing.data.inputs import Batch, Inputs
 from lapwing.data.known_rows import KnownRows
 from lapwing.data.processes import Processes, in_all_processes
+from lapwing.decisions.collecting import warn_of_units
 from lapwing.errors import UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.likelihoods.base import Likelihood, expand_weights
@@ -33,6 +34,7 @@ from lapwing.networks.forward import (
     path_of,
     unwrap,
 )
+from lapwing.networks.graph import UNUSED
 from lapwing.networks.network import Network
 from lapwing.networks.normalised import group_names, scale_free_groups
 from lapwing.networks.selection import Weights
@@ -58,6 +60,7 @@ EXACT_ROWS = 600  # data that it is computed from, if there are more
 COMPARED_ROWS = 200  # data at which the two are compared
 FEW_OUTPUTS = 3  # of an input, up to which a Jacobian of so many data is small
 EXACT_BYTES = 2**30  # bytes of the rows of a Jacobian for it
+ROWS_FOR_UNITS = 512  # validation data whose residuals are compared with those of the training data
 MIN_REST = 1e-3  # of a variance that its own datum leaves: rounding is not divided by
 SIZE_SAMPLES = 4  # samples from which ``Auto`` reads the sizes of a network
 
@@ -456,9 +459,26 @@ def average(run: FitInProgress) -> None:
 
 
 def note_findings(run: FitInProgress) -> None:
-    """Add what was noticed: a bias of the classes, loaders that change, rows that are used twice."""
+    """Add what was noticed: biased classes, loaders that change, rows used twice, other units, unused weights."""
+    network, likelihood = run.problem.network, run.posterior.base.problem.likelihood
     run.posterior = offsets.warn_if_biased(run.posterior, run.data, run.first)
-    run.posterior = attach_findings(run.posterior, run.data, run.held_out, run.reused.findings)
+    remarks = (*run.reused.findings, *_unused_parameters(network))
+    if run.held_out is not None and likelihood.noise_variance is not None:
+        held = offsets.HeldOutputs.of(network, likelihood, run.held_out, ROWS_FOR_UNITS)
+        remarks += warn_of_units(run.posterior, held.f, held.y - held.f, run.held_out.name)
+    run.posterior = attach_findings(run.posterior, run.data, run.held_out, remarks)
+
+
+def _unused_parameters(network: Network) -> tuple[str, ...]:
+    """Return a remark if no output follows some of the chosen parameters."""
+    names = [name for block in network.layout if block.why == UNUSED for name in block.names]
+    if not names:
+        return ()
+    which = f"{names[0]!r}" + (f" and {len(names) - 1} more of the chosen parameters" if names[1:] else "")
+    return (
+        f"the outputs for the first batch do not follow {which}, so error bars leave them out: forward does not use "
+        "them, or uses a copy that it made earlier, without gradients. If it does, make the copy in every forward.",
+    )
 
 
 STEPS: tuple[Callable[[FitInProgress], None], ...] = (

@@ -30,6 +30,7 @@ from lapwing.runtime.threads import should_show_progress
 
 if TYPE_CHECKING:
     from lapwing.fitted import Fitted
+    from lapwing.posteriors.base import Posterior
 
 ROUNDING = 1e-4  # relative to the scores, below which their difference may be rounding
 SEVERAL, LARGE = 6, 1e6  # decimals, and numbers, from which an exponent is easier to read
@@ -250,12 +251,13 @@ APART = 10.0  # times what the outputs vary: a network that interpolates has sma
 LEAST = 20  # data of an output below which its variance says little
 
 
-def training_residuals(posterior: Fitted) -> Tensor | None:
+def training_residuals(posterior: Fitted | Posterior) -> Tensor | None:
     """Return the mean squared residual of each output on the training data, (C,); None without Gaussian noise.
 
     It follows from the loss that every posterior keeps, also in its file, and not from the noise, which may be given.
     """
-    likelihood, base = posterior.likelihood, posterior.base
+    base = posterior.base
+    likelihood = base.problem.likelihood
     statistics = getattr(base, "statistics", None)
     if likelihood.noise_variance is None or statistics is None:
         return None
@@ -266,7 +268,7 @@ def training_residuals(posterior: Fitted) -> Tensor | None:
     return (mean * ratios).expand(statistics.outputs)
 
 
-def units_finding(posterior: Fitted, mean: Tensor, error: Tensor, name: str) -> str:
+def units_finding(posterior: Fitted | Posterior, mean: Tensor, error: Tensor, name: str) -> str:
     """Return a sentence if targets seem to be in other units than the outputs of the network; nothing otherwise.
 
     Residuals are far larger than those of the training data, and than all that the outputs vary; or targets are far
@@ -298,7 +300,7 @@ def units_finding(posterior: Fitted, mean: Tensor, error: Tensor, name: str) -> 
     )
 
 
-def warn_of_units(posterior: Fitted, mean: Tensor, error: Tensor, name: str) -> tuple[str, ...]:
+def warn_of_units(posterior: Fitted | Posterior, mean: Tensor, error: Tensor, name: str) -> tuple[str, ...]:
     """Warn if targets seem to be in other units, and return the sentence, if there is one; see ``units_finding``."""
     finding = units_finding(posterior, mean, error, name)
     if finding:

@@ -359,6 +359,7 @@ def _find_regular(owner: Tensor, batch: int) -> list[Regular]:
 
 
 Layout = tuple[Block, ...]
+UNUSED = "not used by the network"
 
 
 def arrange_blocks(graph: Graph, patterns: Patterns, shapes: Mapping[str, Shape]) -> Layout:
@@ -376,7 +377,7 @@ def arrange_blocks(graph: Graph, patterns: Patterns, shapes: Mapping[str, Shape]
         if name in without_rule:
             blocks.append(Block("opaque", name, shapes[name], why=f"no rule for {without_rule[name]}"))
         elif not uses:
-            blocks.append(Block("dense", name, shapes[name], why="not used by the network"))
+            blocks.append(Block("dense", name, shapes[name], why=UNUSED))
         elif len({(use.kind, use.table > 0) for use in uses}) > 1:
             blocks.append(Block("dense", name, shapes[name], why="used in both orientations"))
         else:

@@ -362,3 +362,39 @@ def test_inference_mode(kind: str) -> None:
         assert torch.equal(moments(outside, kind, x), moments(outside, kind, x))
         assert outside.function_samples(x, 3).shape[0] == 3
     assert bool(torch.isfinite(outside.log_evidence()))
+
+
+def test_validation_targets_in_other_units() -> None:
+    """The noise would be fitted to them, and the network called bad."""
+    net, (x, y), (x_held, y_held) = problem("regression")
+    with pytest.warns(lw.errors.CalibrationWarning, match=r"validation: the mean squared residual .* in other units"):
+        posterior = lw.fit(net, [(x, y)], "regression", validation=(x_held, 1000 * y_held))
+    assert "in other units" in posterior.summary()
+    assert not any(
+        "units" in finding for finding in lw.fit(net, [(x, y)], "regression", validation=(x_held, y_held)).findings
+    )
+
+
+def test_weights_that_no_output_follows_are_named() -> None:
+    """Such as a weight of which a closure keeps a copy from before the fit, without gradients."""
+
+    class Copied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 1)
+            copies: list[Tensor] = []
+            self.weight = lambda: copies[0] if copies else copies.append(2 * self.body.weight) or copies[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((x @ self.weight().mT).tanh())
+
+    _, (x, y), _ = problem("regression")
+    net = Copied().double().eval()
+    with torch.no_grad():
+        net(x)
+    findings = lw.fit(net, [(x, y)], "regression", prior=1.0).findings
+    assert any("do not follow 'body.weight' and 1 more of the chosen parameters" in finding for finding in findings)
+    assert not any(
+        "do not follow" in finding
+        for finding in lw.fit(net.head, [(x @ x.mT[:, :4], y)], "regression", prior=1.0).findings
+    )
