@@ -25,9 +25,9 @@ from torch import nn
 import lapwing as lw
 from tests import problems
 from tests.attack.surroundings import settings
-from tests.attack.threads import SPECIAL, dropout, plain_batch, special
+from tests.attack.threads import SPECIAL, plain_batch, special
 from tests.cases import BY_NAME
-from tests.conformance.declared import SMALL, small_method
+from tests.conformance.declared import SMALL, net, small_method
 
 Work = Callable[[], Any]
 LEAST = 10  # signals, however slow the machine
@@ -51,7 +51,7 @@ def _data() -> list[Any]:
 
 
 def _fit(name: str) -> tuple[nn.Module, Work]:
-    model = dropout()
+    model = net()
     return model, partial(lw.fit, model, _data(), "classification", method=small_method(name, model), prior=1e3)
 
 
@@ -77,7 +77,7 @@ def _check(name: str) -> tuple[nn.Module, Work]:
 
 
 def _file_or_training(kind: str, path: Path) -> tuple[nn.Module, Work]:
-    model = dropout()
+    model = net()
     if kind == "train":
         return model, partial(lw.train, model, _data(), "classification", recipe=lw.recipes.online(epochs=2))
     posterior = lw.fit(model, _data(), "classification", prior=1.0)

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 import lapwing as lw
-from tests.attack.threads import dropout, plain_batch
-from tests.conformance.declared import SMALL, small_method
+from tests.attack.threads import plain_batch
+from tests.conformance.declared import SMALL, net, small_method
 
 CHEAP = ("full", "diagonal", "kron", "ekron", "low_rank", "map_only", "ella", "ensemble", "dropout", "swag")
 ALLOWED = 16.0  # MiB of growth that allocators may explain; a leaked fit of the networks here is some 100 KiB
@@ -34,7 +34,7 @@ def grown(fits: int, predictions: int) -> tuple[float, int]:
     """Return by how much memory in MiB and the number of objects grow over fits and predictions, after a start."""
     y = torch.randint(0, 3, (10,), generator=torch.Generator().manual_seed(3))
     names = [name for name in SMALL if name in CHEAP]
-    models = {name: dropout() for name in names}
+    models = {name: net() for name in names}
     per_fit = max(1, predictions // fits)
 
     def run(count: int) -> None:

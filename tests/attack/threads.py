@@ -22,7 +22,7 @@ import lapwing as lw
 from tests import problems
 from tests.attack.surroundings import settings
 from tests.cases import BY_NAME
-from tests.conformance.declared import SMALL, small_method
+from tests.conformance.declared import SMALL, net, small_method
 from tests.tolerances import SOLVED, assert_close
 
 THREADS = 8
@@ -39,12 +39,6 @@ class Tally:
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(self.calls + other.calls, (*self.faults, *other.faults))
-
-
-def dropout() -> nn.Module:
-    """Return a small network that every method takes."""
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)).double().eval()
 
 
 def plain_batch(count: int) -> Tensor:
@@ -88,13 +82,13 @@ def prediction_tasks(name: str) -> tuple[nn.Module, list[Task]]:
         case, posterior = BY_NAME[name.split()[0]], special(name)
         inputs = [case.batch(count) for count in (2, 3)]
     else:
-        posterior, inputs = posterior_of(name, dropout()), [plain_batch(count) for count in (1, 2, 3)]
+        posterior, inputs = posterior_of(name, net()), [plain_batch(count) for count in (1, 2, 3)]
     return posterior.network.model, [partial(asked, posterior, x) for x in inputs]
 
 
 def fit_task(name: str, seed: int) -> Task:
     """Return a fit and a prediction of one method."""
-    model = dropout()
+    model = net()
     return lambda: asked(posterior_of(name, model), plain_batch(3 + seed % 3))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from lapwing.methods.base import Conformance, Exactness
@@ -45,6 +46,12 @@ def small_names() -> list[str]:
 def small_method(setting: str, model: nn.Module) -> Any:
     """Return the method with the quick settings of this name."""
     return small_settings(setting.split()[0], model)[setting]
+
+
+def net(outputs: int = 3) -> nn.Module:
+    """A network that every method takes: one of them needs a dropout layer."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, outputs)).double().eval()
 
 
 def power(entry: Exactness) -> float:

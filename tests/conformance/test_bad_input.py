@@ -15,7 +15,7 @@ import lapwing as lw
 from lapwing.posteriors.base import Posterior
 from tests import problems
 from tests.cases import BY_NAME, Wrapped
-from tests.conformance.declared import SMALL, small_method
+from tests.conformance.declared import SMALL, net, small_method
 from tests.tolerances import assert_close
 
 D = torch.float64
@@ -29,12 +29,6 @@ def method(request: pytest.FixtureRequest) -> str:
     """The name of a method, whose settings may depend on the model."""
     name: str = request.param
     return name
-
-
-def net(outputs: int = 3) -> nn.Module:
-    """A network that every method takes: one of them needs a dropout layer."""
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, outputs)).double().eval()
 
 
 def fitted(model: nn.Module, data: Any, method: str, likelihood: Any = "classification") -> lw.Fitted:
@@ -65,17 +59,12 @@ def refused(
 # A model in training mode
 
 
-def test_batch_norm_in_training_mode(method: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double().train()
-    message = r"1 \(BatchNorm1d\) is in training mode; expected evaluation mode\. Call model\.eval\(\)"
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(5), nn.Dropout(0.5)])
+def test_training_mode(layer: nn.Module, method: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), layer, nn.Linear(5, 3)).double().train()
+    message = rf"1 \({type(layer).__name__}\) is in training mode; expected evaluation mode\. Call model\.eval\(\)"
     refused(lw.errors.ModelError, message, [(X, Y)], "classification", method, model)
-    assert int(model[1].num_batches_tracked) == 0
-
-
-def test_dropout_in_training_mode(method: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double().train()
-    message = r"1 \(Dropout\) is in training mode; expected evaluation mode\. Call model\.eval\(\)"
-    refused(lw.errors.ModelError, message, [(X, Y)], "classification", method, model)
+    assert int(getattr(layer, "num_batches_tracked", 0)) == 0
 
 
 # Empty data

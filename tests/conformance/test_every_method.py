@@ -17,7 +17,7 @@ from lapwing.posteriors.base import Posterior
 from lapwing.registry import METHODS
 from tests import problems
 from tests.cases import BY_NAME, CASES
-from tests.conformance.declared import LAWFUL, SMALL, lawful_entries, small_method
+from tests.conformance.declared import LAWFUL, SMALL, lawful_entries, net, small_method
 from tests.tolerances import SOLVED, TRAINED, assert_close, assert_near
 
 D = torch.float64
@@ -31,12 +31,6 @@ WHOLE_LAYERS = {  # methods that take no single weights, and what they say
     "mixture_of_laplace": r"single weights .*Full\(\)", "variational_last_layer": "expected those of a last layer",
 }  # fmt: skip
 BY_ADAM = {"valla", "fmgp"}  # another order of the weights rounds otherwise, and its steps enlarge that
-
-
-def net() -> nn.Module:
-    """A network that every method takes: one of them needs a dropout layer."""
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(INPUTS, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, CLASSES)).double().eval()
 
 
 def fitted(name: str, cut: tuple[int, ...] = (10,), model: nn.Module | None = None, seed: int = 7) -> lw.Fitted:

@@ -84,22 +84,29 @@ METHODS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten classes of noisy patterns under the name of Fashion-MNIST, noise under that of MNIST."""
-    where = tmp_path_factory.mktemp("data")
-    draw = np.random.default_rng(0)
-    patterns = draw.integers(0, 200, (10, 28, 28))
-    for name in ("fashion_mnist", "mnist"):
+Shares = dict[str, tuple[float, float]]
+
+
+def write_images(where: Path, draw: np.random.Generator, patterns: np.ndarray, shares: Shares, *counts: int) -> Path:
+    """Write training and test images of so many rows: patterns of ten classes and noise in these shares."""
+    for name, (clean, noisy) in shares.items():
         arrays = {}
-        for part, count in (("train", 240), ("test", 60)):
+        for part, count in zip(("train", "test"), counts, strict=True):
             y = np.arange(count) % 10
-            clean = patterns[y] if name == "fashion_mnist" else np.zeros((count, 28, 28))
             noise = draw.integers(0, 255, (count, 28, 28))
-            arrays[f"x_{part}"] = np.clip(0.35 * clean + 0.65 * noise, 0, 255).astype(np.uint8)
+            arrays[f"x_{part}"] = (clean * patterns[y] + noisy * noise).astype(np.uint8)
             arrays[f"y_{part}"] = y.astype(np.int64)
         np.savez(where / f"{name}.npz", **arrays)
     return where
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten classes of noisy patterns under the name of Fashion-MNIST, noise under that of MNIST."""
+    draw = np.random.default_rng(0)
+    patterns = draw.integers(0, 200, (10, 28, 28))
+    shares = {"fashion_mnist": (0.35, 0.65), "mnist": (0.0, 0.65)}
+    return write_images(tmp_path_factory.mktemp("data"), draw, patterns, shares, 240, 60)
 
 
 def images_settings(folder: Path) -> images_experiment.ImageTable:
@@ -268,18 +275,10 @@ def test_a_run_that_ended_early(two: torch.Tensor, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def pushed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten classes of coarse noisy patterns under the name of Fashion-MNIST, noise under that of MNIST."""
-    where = tmp_path_factory.mktemp("data")
     draw = np.random.default_rng(0)
     patterns = draw.integers(0, 255, (10, 7, 7)).repeat(4, 1).repeat(4, 2)
-    for name, part_of in (("fashion_mnist", 0.6), ("mnist", 0.0)):
-        arrays = {}
-        for part, count in (("train", 200), ("test", 40)):
-            y = np.arange(count) % 10
-            noise = draw.integers(0, 255, (count, 28, 28))
-            arrays[f"x_{part}"] = (part_of * patterns[y] + (1 - part_of) * noise).astype(np.uint8)
-            arrays[f"y_{part}"] = y.astype(np.int64)
-        np.savez(where / f"{name}.npz", **arrays)
-    return where
+    shares = {"fashion_mnist": (0.6, 0.4), "mnist": (0.0, 1.0)}
+    return write_images(tmp_path_factory.mktemp("data"), draw, patterns, shares, 200, 40)
 
 
 @cache

@@ -115,16 +115,6 @@ def test_shapes_of_classes() -> None:
     assert_close(belief.scaled(2.0).std, 2 * belief.std)
 
 
-def test_a_likelihood_predicts_from_the_belief_as_the_posterior_does() -> None:
-    for task, likelihood in (("labels", lw.Categorical()), ("numbers", lw.Gaussian(NOISE))):
-        posterior = fitted(task)
-        for joint in (False, True):
-            again = likelihood.predict(posterior.functions(NEW, joint=joint))
-            assert type(again) is type(posterior.predict(NEW))
-            assert_close(again.mean, posterior.predict(NEW).mean, SOLVED)
-            assert_close(again.entropy, posterior.predict(NEW).entropy, SOLVED)
-
-
 def test_shapes_of_numbers() -> None:
     predictive, shape = fitted("numbers").predict(NEW), (6, CHANNELS, HEIGHT, WIDTH)
     assert NumberPredictive in type(predictive).__mro__

@@ -121,32 +121,18 @@ def test_a_loaded_posterior_can_be_saved_tuned_and_reweighted(tmp_path: Path) ->
     assert_same(posterior.with_prior(3.0), again.with_prior(3.0), inputs)
 
 
-@pytest.mark.parametrize(
-    ("method", "narrow"), [(name, (torch.float32, torch.bfloat16)[i % 2]) for i, name in enumerate(METHODS)]
-)
-def test_from_float64_to_narrower(method: str, narrow: torch.dtype, tmp_path: Path) -> None:
-    model, posterior = fitted(method=METHODS[method])
-    inputs = BY_NAME["mlp"].batch(4, seed=1)
-    expected = posterior.functions(inputs)
-    again = reloaded(posterior, copy.deepcopy(model).to(narrow), tmp_path)
-    belief = again.functions(cast(inputs, narrow))
-    assert belief.cov.dtype == torch.float32  # factors are never kept in bfloat16
-    assert_close(belief.mean, expected.mean, dtype=narrow)
-    if method != "map_only":
-        assert_close(belief.std, expected.std, dtype=narrow)
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_from_float32_to_float64(method: str, tmp_path: Path) -> None:
-    model, posterior = fitted(method=METHODS[method], dtype=torch.float32)
-    inputs = BY_NAME["mlp"].batch(4, torch.float32, seed=1)
+@pytest.mark.parametrize(("before", "after"), [(D, torch.float32), (D, torch.bfloat16), (torch.float32, D)], ids=str)
+def test_to_another_dtype(method: str, before: torch.dtype, after: torch.dtype, tmp_path: Path) -> None:
+    model, posterior = fitted(method=METHODS[method], dtype=before)
+    inputs, digits = BY_NAME["mlp"].batch(4, before, seed=1), torch.float32 if after == D else after
     expected = posterior.functions(inputs)
-    again = reloaded(posterior, copy.deepcopy(model).double(), tmp_path)
-    belief = again.functions(cast(inputs, D))
-    assert belief.cov.dtype == D
-    assert_close(belief.mean, expected.mean, dtype=torch.float32)
+    again = reloaded(posterior, copy.deepcopy(model).to(after), tmp_path)
+    belief = again.functions(cast(inputs, after))
+    assert belief.cov.dtype == (D if after == D else torch.float32)  # factors are never kept in bfloat16
+    assert_close(belief.mean, expected.mean, dtype=digits)
     if method != "map_only":
-        assert_close(belief.std, expected.std, dtype=torch.float32)
+        assert_close(belief.std, expected.std, dtype=digits)
 
 
 @pytest.mark.parametrize("method", ["auto", lw.Sampled(num_samples=4)], ids=["auto", "sampled"])

@@ -102,6 +102,11 @@ def test_a_block_across_two_layers_gets_each_layers_precision() -> None:
     assert prior.on(Block("rows", "lin.weight", (3, 2), "bias")).whole.tolist() == [[[1, 1, 5]] * 3]
 
 
+def test_a_block_may_have_one_entry() -> None:
+    prior = diagonal(torch.tensor([2.0])).bound(Selection(("weight",), ((1, 1),)), LIKE)
+    assert prior.on(Block("rows", "weight", (1, 1))).whole.item() == 2.0
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -294,19 +294,10 @@ def test_more_rows_join_the_next_block(spectrum: str, steps: int) -> None:
 # Leading eigenpairs of symmetric operators.
 
 
-def lanczos_operator(values: Tensor) -> Tensor:
-    basis, _ = torch.linalg.qr(torch.randn(len(values), len(values), dtype=D))
-    return basis @ torch.diag(values) @ basis.T
-
-
-def lanczos_product(matrix: Tensor) -> object:
-    return lambda rows: rows @ matrix
-
-
 @pytest.mark.parametrize("block", [1, 4, 16, 100])
 def test_at_full_rank_the_operator_itself(block: int, generator: torch.Generator) -> None:
-    matrix = lanczos_operator(torch.linspace(3, 0.1, 30, dtype=D))
-    pairs = leading_eigenpairs(lanczos_product(matrix), 30, 30, block=block, generator=generator)
+    matrix = operator(torch.linspace(3, 0.1, 30, dtype=D))
+    pairs = leading_eigenpairs(product(matrix), 30, 30, block=block, generator=generator)
     assert_close(pairs.vectors.T @ torch.diag(pairs.values) @ pairs.vectors, matrix)
     assert_close(pairs.vectors @ pairs.vectors.T, torch.eye(30, dtype=D))
     assert_close(pairs.values, torch.linalg.eigvalsh(matrix).flip(0))
@@ -316,16 +307,16 @@ def test_at_full_rank_the_operator_itself(block: int, generator: torch.Generator
 @pytest.mark.parametrize("rank", [6, 9, 40])
 def test_an_operator_of_lower_rank_ends_early_and_exactly(rank: int, generator: torch.Generator) -> None:
     values = torch.cat([torch.linspace(5, 1, 6, dtype=D), torch.zeros(74, dtype=D)])
-    matrix = lanczos_operator(values)
-    pairs = leading_eigenpairs(lanczos_product(matrix), 80, rank, block=4, generator=generator)
+    matrix = operator(values)
+    pairs = leading_eigenpairs(product(matrix), 80, rank, block=4, generator=generator)
     assert_close(pairs.vectors.T @ torch.diag(pairs.values) @ pairs.vectors, matrix)
     assert pairs.products <= 5
 
 
 def test_leading_pairs_of_a_steep_spectrum(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lapwing.linalg.krylov.OVERSAMPLE", 72)
-    matrix = lanczos_operator(torch.logspace(0, -12, 200, dtype=D))
-    pairs = leading_eigenpairs(lanczos_product(matrix), 200, 8, block=4, tolerance=1e-9, generator=generator)
+    matrix = operator(torch.logspace(0, -12, 200, dtype=D))
+    pairs = leading_eigenpairs(product(matrix), 200, 8, block=4, tolerance=1e-9, generator=generator)
     exact, vectors = torch.linalg.eigh(matrix)
     assert_close(pairs.values, exact.flip(0)[:8], SOLVED)
     overlap = (pairs.vectors @ vectors.flip(1)[:, :8]).abs()
@@ -336,21 +327,19 @@ def test_leading_pairs_of_a_steep_spectrum(generator: torch.Generator, monkeypat
 
 
 def test_residuals_say_how_far_off_the_pairs_are(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix = lanczos_operator(torch.linspace(2, 1, 300, dtype=D))  # hardly any gap: a small basis cannot do it
-    pairs = leading_eigenpairs(lanczos_product(matrix), 300, 5, block=5, tolerance=1e-8, generator=generator)
+    matrix = operator(torch.linspace(2, 1, 300, dtype=D))  # hardly any gap: a small basis cannot do it
+    pairs = leading_eigenpairs(product(matrix), 300, 5, block=5, tolerance=1e-8, generator=generator)
     residual = (pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors).norm(dim=1) / pairs.values[0]
     assert_close(pairs.residuals, residual)
     assert float(residual.max()) > 1e-3
     monkeypatch.setattr("lapwing.linalg.krylov.OVERSAMPLE", 295)
-    assert (
-        float(leading_eigenpairs(lanczos_product(matrix), 300, 5, block=5, generator=generator).residuals.max()) <= 1e-3
-    )
+    assert float(leading_eigenpairs(product(matrix), 300, 5, block=5, generator=generator).residuals.max()) <= 1e-3
 
 
 @pytest.mark.parametrize(("rank", "block"), [(5, 16), (7, 4), (1, 6)])
 def test_the_last_block_is_whole_and_the_residuals_are_true(rank: int, block: int, generator: torch.Generator) -> None:
     """Where max(2 rank, rank + 20) is no multiple of the block; with as many products as that takes."""
-    matrix, limit = lanczos_operator(torch.linspace(2, 1, 300, dtype=D)), max(2 * rank, rank + 20)
+    matrix, limit = operator(torch.linspace(2, 1, 300, dtype=D)), max(2 * rank, rank + 20)
     seen = []
     pairs = leading_eigenpairs(
         lambda rows: seen.append(len(rows)) or rows @ matrix, 300, rank, block=block, tolerance=1e-12,
@@ -365,8 +354,8 @@ def test_the_last_block_is_whole_and_the_residuals_are_true(rank: int, block: in
 def test_eigenvalues_repeated_more_often_than_the_block_is_wide(generator: torch.Generator) -> None:
     """A Krylov space from three vectors has three eigenvectors of each eigenvalue; the rest must be there too."""
     values = torch.cat([torch.full((7,), 2.0, dtype=D), torch.full((5,), 0.5, dtype=D), torch.zeros(28, dtype=D)])
-    matrix = lanczos_operator(values)
-    pairs = leading_eigenpairs(lanczos_product(matrix), 40, 12, block=3, tolerance=1e-10, generator=generator)
+    matrix = operator(values)
+    pairs = leading_eigenpairs(product(matrix), 40, 12, block=3, tolerance=1e-10, generator=generator)
     assert_close(pairs.values, values[:12])
 
 

@@ -22,7 +22,6 @@ from lapwing.methods.hfl_response import Hessian, Objective, Responder, Response
 from tests import problems
 from tests.cases import BY_NAME, cast
 from tests.minima import copied, data, fitted, gapped, held_out, new, off, pretrained, shifted, small
-from tests.references import dense
 from tests.references.minimum import Energy
 from tests.tolerances import SOLVED, assert_close
 
@@ -714,46 +713,6 @@ def test_some_batches_stand_for_all() -> None:
     part = Energy("gaussian", energy.model, energy.x[:5], energy.y[:5], energy.precision, energy.phi / 5)
     expected = torch.stack([part.gradient(energy.theta + row) for row in d])
     assert_close(objective.gradient(d, (batch,)), expected)
-
-
-def test_chunks_of_rows_make_no_difference() -> None:
-    energy = small("categorical", 3)
-    d = steps(energy, 7)
-    whole = built(energy)
-    expected = whole.gradient(d), whole.hessian_product(d), whole.outputs(d, energy.x)
-    with lw.memory.limited(1):
-        results = whole.gradient(d), whole.hessian_product(d), whole.outputs(d, energy.x)
-    for found, wanted in zip(results, expected, strict=True):
-        assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("name", ["lstm", "attention", "dict_input", "tuple_input", "token_level", "resnet_batchnorm"])
-def test_other_networks_row_by_row(name: str) -> None:
-    """Recurrent kernels have no vectorised form, several inputs are taken one by one: the same numbers as a loop."""
-    case = BY_NAME[name]
-    model = case.build()
-    posterior = lw.fit(
-        model, problems.batches(case), problems.likelihood(case), method=lw.baselines.MapOnly(), prior=0.7
-    )
-    source = Data(problems.batches(case), torch.device("cpu"))
-    objective = problems.unchanged(
-        model, lambda: Objective.build(posterior.network, posterior.likelihood, posterior.prior, source, D)
-    )
-    size = objective.size
-    d = 0.1 * torch.randn(2, size, dtype=D, generator=torch.Generator().manual_seed(1))
-    slope = problems.unchanged(model, lambda: objective.gradient(d))
-    inputs, y = case.batch(6), problems.targets(case, 6)
-    free = [p for p in model.parameters() if p.requires_grad]
-    start = nn.utils.parameters_to_vector(free).detach().clone()
-    for k in range(2):
-        nn.utils.vector_to_parameters(start + d[k], free)
-        f = dense.output(model, inputs)
-        loss = nn.functional.cross_entropy(f.flatten(0, -2), y.reshape(-1), reduction="sum")
-        grads = torch.autograd.grad(loss, free)
-        assert_close(slope[k], torch.cat([g.reshape(-1) for g in grads]) + 0.7 * (start + d[k]))
-        single = objective.each_output(d[k : k + 1], dense.one(inputs, 0))
-        assert_close(single[0], f[0].detach())
-    nn.utils.vector_to_parameters(start, free)
 
 
 def test_single_precision_networks_are_widened() -> None:

@@ -92,16 +92,6 @@ def test_a_linear_model_reaches_the_mean_field_optimum() -> None:
     assert float((found - model.weight[0].detach()).abs().max()) > 0.2
 
 
-def test_seeds_fix_the_result_and_nothing_else_changes() -> None:
-    model, random = net(), torch.get_rng_state()
-    one = problems.unchanged(model, lambda: fitted(model, seed=5))
-    assert torch.equal(torch.get_rng_state(), random)
-    torch.rand(3)
-    again, other = fitted(seed=5), fitted(seed=6)
-    assert torch.equal(one.functions(NEW).cov, again.functions(NEW).cov)
-    assert not torch.equal(one.posterior.mean, other.posterior.mean)
-
-
 def test_it_goes_downhill_from_a_network_that_is_not_trained() -> None:
     start = float(nn.functional.cross_entropy(net()(X), LABELS).detach())
     losses = [fitted(epochs=epochs, learning_rate=0.1, hess_init=9.0).posterior.statistics.loss / TOTAL

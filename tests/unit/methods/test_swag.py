@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapwing as lw
@@ -272,14 +271,6 @@ def test_every_likelihood(name: str) -> None:
     assert bool(torch.isfinite(posterior.predict(NEW).log_prob(posterior.predict(NEW).sample(1)[0])).all())
 
 
-def test_it_goes_downhill() -> None:
-    """From a network that is not trained, cross-entropy falls, and further with more snapshots."""
-    start = float(F.cross_entropy(net()(X), C).detach())
-    losses = [fitted(net(), "classification", C, snapshots=n, rank=2, learning_rate=0.05).posterior.statistics.loss / 11
-              for n in (2, 30)]  # fmt: skip
-    assert losses[1] < losses[0] < start
-
-
 # The rate
 
 
@@ -344,9 +335,6 @@ def test_a_rate_that_cannot_be_found() -> None:
         lw.errors.NumericalError, match=r"even at a learning rate of 9\.5e-08; expected one at which it stays near"
     ):
         fitted(net(), learning_rate=None, weight_decay=1e12)
-
-
-# Files
 
 
 # What is refused

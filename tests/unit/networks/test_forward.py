@@ -550,11 +550,6 @@ def test_other_parameters_are_refused_with_their_names() -> None:
         before.refuse_other(nn.Linear(4, 3, bias=False))
 
 
-def test_equal_weights_in_another_model_pass() -> None:
-    case = BY_NAME["resnet_batchnorm"]
-    Fingerprint.of(case.build()).refuse_other(case.build())
-
-
 # Models and data of training frameworks, with stand-ins that have the members by which these are recognised.
 #
 # The real packages are tested in tests/integrations.

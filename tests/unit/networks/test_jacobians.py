@@ -153,15 +153,6 @@ def test_products_take_many_vectors(case: Case, size: int) -> None:
     assert_close(network.vjp(inputs, u), torch.einsum("bcp,nbc->np", jac, u.flatten(2)))
 
 
-def test_seeded_jacobian(case: Case) -> None:
-    model, inputs = case.build(), case.batch(4)
-    network = Network.build(model, inputs)
-    jac = dense.jacobian(model, inputs, 4)
-    seeds = torch.randn(2, 4, *case.outputs, dtype=torch.float64)
-    expected = torch.einsum("kbc,bcp->bkp", seeds.flatten(2), jac)
-    assert_close(network.linearise(inputs).jacobians(seeds).whole(), expected)
-
-
 @pytest.mark.parametrize("in_hand", [False, True])
 def test_squares_and_weighted_sums_of_every_block(case: Case, in_hand: bool) -> None:
     """Σ J², Σ J w Jᵀ and its cross-sample form, block by block in any form, against the block's dense Jacobian."""
@@ -211,24 +202,6 @@ def test_chunks_cover_the_batch_once() -> None:
     with lw.memory.limited(2 * 3 * each):  # half of it is for gradients and activations
         parts = list(network.footprint.chunks(8, 3, network.dtype, network.device))
     assert [(part.start, part.stop) for part in parts] == [(0, 3), (3, 6), (6, 8)]
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn", "attention", "lstm", "token_level"])
-def test_named_and_subnetwork_jacobians(name: str) -> None:
-    case = BY_NAME[name]
-    model, inputs = case.build(), case.batch(4)
-    whole = dense.jacobian(model, inputs, 4)
-    biases = [n for n, _ in model.named_parameters() if n.endswith("bias") or "bias_" in n]
-    network = Network.build(model, inputs, named("bias"))
-    assert list(network.selection.names) == biases
-    assert_close(layerwise(network, inputs), dense.jacobian(model, inputs, 4, biases))
-    index = torch.randperm(whole.shape[-1])[:11].sort().values
-    network = Network.build(model, inputs, subnetwork(index))
-    assert_close(layerwise(network, inputs), whole[..., index])
-    v = torch.randn(2, 11, dtype=torch.float64)
-    assert_close(network.jvp(inputs, v).flatten(2), torch.einsum("bcp,np->nbc", whole[..., index], v))
-    u = torch.randn(2, 4, *case.outputs, dtype=torch.float64)
-    assert_close(network.vjp(inputs, u), torch.einsum("bcp,nbc->np", whole[..., index], u.flatten(2)))
 
 
 def test_rows_that_follow_the_data() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -52,10 +53,10 @@ def mixture(posterior: lw.Fitted) -> lw.Fitted:
     return replace(posterior, posterior=MixturePosterior.of([base], beliefs, cells, WEIGHTS))
 
 
-def without_jacobians(posterior: lw.Fitted, x: Tensor, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+def without_jacobians(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, *given: Any) -> Any:
     with monkeypatch.context() as patch:
         patch.setattr(Tangent, "jacobians", lambda *_: pytest.fail("a Jacobian was computed"))
-        return posterior.predict(x, **settings)
+        return call(*given)
 
 
 def functions(member: Any, x: Tensor, numbers: range) -> FunctionSamples:
@@ -139,7 +140,7 @@ def test_zero_and_few_classes_take_variances() -> None:
 def test_many_classes_take_no_backward_pass(method: Any, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     posterior, x = fitted("classification", MANY, method)
     posterior = mixture(posterior) if mixed else posterior
-    predictive = without_jacobians(posterior, x, monkeypatch)
+    predictive = without_jacobians(posterior.predict, monkeypatch, x)
     assert isinstance(predictive, AveragedClasses)
     assert_close(predictive.probs, posterior.predict(x, samples=32).probs)
     assert_close(predictive.probs.sum(-1), torch.ones(SIZE, dtype=D))
@@ -152,7 +153,7 @@ def test_tokens_count_as_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, FEW)).double().eval()
     x = torch.randn(4, 60, 3, dtype=D)
     posterior = lw.fit(net, (x, torch.randint(0, FEW, (4, 60))), "classification", prior=1.0)
-    predictive = without_jacobians(posterior, x, monkeypatch)
+    predictive = without_jacobians(posterior.predict, monkeypatch, x)
     assert predictive.standard_error.shape == (4, 60, FEW)
     assert predictive.aleatoric.shape == (4, 60)
 
@@ -288,18 +289,12 @@ def by_jacobians(posterior: lw.Fitted, x: Tensor, monkeypatch: pytest.MonkeyPatc
         return samples(posterior, x)
 
 
-def function_samples_without_jacobians(posterior: lw.Fitted, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    with monkeypatch.context() as patch:
-        patch.setattr(Tangent, "jacobians", lambda *_: pytest.fail("a Jacobian was computed"))
-        return samples(posterior, x)
-
-
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_forward_mode_draws_the_same_functions(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     net, (x, y) = problem()
     posterior = lw.fit(net, (x, y), "classification", method=method, prior=3.0)
     expected = by_jacobians(posterior, x, monkeypatch)
-    assert_close(function_samples_without_jacobians(posterior, x, monkeypatch), expected)
+    assert_close(without_jacobians(samples, monkeypatch, posterior, x), expected)
     assert expected.std(0).min() > 0  # they are not all the mean
 
 
@@ -315,7 +310,7 @@ def test_a_mixture_draws_all_its_cells_in_one_pass(method: Any, monkeypatch: pyt
     passes: list[int] = []
     plain = directional.forward_products
     monkeypatch.setattr(directional, "forward_products", lambda n, x, v: passes.append(len(v)) or plain(n, x, v))
-    assert_close(function_samples_without_jacobians(mixture, x, monkeypatch), expected)
+    assert_close(without_jacobians(samples, monkeypatch, mixture, x), expected)
     assert len(passes) == 1
 
 

@@ -721,19 +721,13 @@ def test_candidates_that_do_not_fit_at_once_come_in_groups(make: Any, monkeypatc
     assert max(seen) == 2
 
 
-def test_one_candidate_is_tried_whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    fitted, held = setting()
-    expected = fitted.tuned(lw.tuners.Grid(held, VALUES)).trace
-    monkeypatch.setattr(held_out, "temporary_bytes", lambda device: 0)
-    assert fitted.tuned(lw.tuners.Grid(held, VALUES)).trace.steps == expected.steps
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_groups_of_every_method(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [lw.tuners.Grid, lw.tuners.Temperature])
+def test_one_candidate_is_tried_whatever_it_takes(make: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted, held = setting(method=METHODS[method])
-    expected = fitted.tuned(lw.tuners.Temperature(held, VALUES)).trace
+    expected = fitted.tuned(make(held, VALUES)).trace
     monkeypatch.setattr(held_out, "temporary_bytes", lambda device: 0)
-    assert fitted.tuned(lw.tuners.Temperature(held, VALUES)).trace.steps == expected.steps
+    assert fitted.tuned(make(held, VALUES)).trace.steps == expected.steps
 
 
 def test_groups_need_data_that_come_again(monkeypatch: pytest.MonkeyPatch) -> None:

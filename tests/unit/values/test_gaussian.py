@@ -233,24 +233,6 @@ def test_tokens_and_outputs_of_each(tokens: Any, each: bool) -> None:
             assert torch.equal(some.cov[b, s], whole.cov[b, token][classes][:, classes])
 
 
-def test_tokens_alone_have_all_outputs() -> None:
-    whole = belief(3, 5, 4)
-    some = whole.chosen(given(None, [2], (5, 4)))
-    assert torch.equal(some.mean, whole.mean[:, [2]])
-    assert torch.equal(some.cov, whole.cov[:, [2]])
-
-
-def test_joint_rows_and_columns() -> None:
-    generator = torch.Generator().manual_seed(1)
-    root = torch.randn(12, 12, generator=generator)
-    whole = FunctionGaussian.across(torch.randn(3, 4, generator=generator), root @ root.mT)
-    outputs = torch.tensor([[0, 1], [3, 2], [1, 1]])
-    some = whole.chosen(given(outputs))
-    for b in range(3):
-        for a in range(3):
-            assert torch.equal(some.cov[b, :, a], whole.cov[b, outputs[b]][:, a, outputs[a]])
-
-
 def test_seeds_pick_the_outputs() -> None:
     f = belief(3, 5, 4).mean
     chosen = given([3, 1], [[0, 1], [4, 4], [2, 0]], (5, 4))
