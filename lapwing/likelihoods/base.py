@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, wraps
 from typing import ClassVar, TypeVar
@@ -158,6 +158,19 @@ class Likelihood(HasSettings, Stored):
     def ignored(self, y: Tensor) -> Tensor:
         """Return a mask in the shape of ``y``, true for targets that are marked as unknown and do not count."""
         return torch.zeros_like(y, dtype=torch.bool)
+
+    def predict_widened(self, belief: FunctionGaussian | FunctionSamples, factor: float) -> Predictive:
+        """Return the predictive distribution of y from a belief, or functions, with its covariance times ``factor``."""
+        if isinstance(belief, FunctionSamples):
+            return self.predict_samples(belief.widened(factor))
+        return self.predict(belief.widened(factor))
+
+    def log_probs(
+        self, belief: FunctionGaussian | FunctionSamples, y: Tensor, variants: Sequence[tuple[Likelihood, float]]
+    ) -> Tensor:
+        """Return log p(y) under variants of this likelihood, each with a factor of the covariance: (data, variants)."""
+        each = (self.known_log_prob(other.predict_widened(belief, factor), y) for other, factor in variants)
+        return torch.stack([log_prob.flatten() for log_prob in each], 1)
 
     def known_log_prob(self, predictive: Predictive, y: Tensor) -> Tensor:
         """Return the log-probability of the targets that count, (B, [T]); it is zero where none does."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from lapwing.predictives.numbers import CountPredictive, NormalPredictive, Stude
 from lapwing.runtime.settings import FLAG, NONE, NUMBER, NUMBERS, Rule, is_real, of_class, setting
 from lapwing.runtime.states import ABOVE_ZERO, SMALLEST, Array, Either, ListOf, Maybe, Real, saved
 from lapwing.runtime.threads import poisson, sequential_normal
-from lapwing.values.gaussian import FunctionGaussian
+from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 
 TENSOR_OR_NONE = of_class("a tensor, or None", Tensor | None, DataError)  # a search sets values
 NOISE = Maybe(Either(ABOVE_ZERO, ListOf(ABOVE_ZERO, "C")))  # in files
@@ -151,10 +152,32 @@ class Gaussian(Likelihood):
         return self.tail_scale**2 * (1.0 if self.degrees == math.inf else self.degrees / (self.degrees - 2))
 
     def predict(self, belief: FunctionGaussian) -> NormalPredictive | StudentPredictive:
-        noise = self.noise_variance.to(belief.mean).expand(belief.mean.shape)
+        return self._with_noise(belief.marginal, self.noise_variance.to(belief.mean).expand(belief.mean.shape))
+
+    def _with_noise(self, belief: FunctionGaussian, noise: Tensor) -> NormalPredictive | StudentPredictive:
+        """Return the predictive distribution of y with these noise variances, in the shape of the mean."""
         if self.degrees == math.inf:
-            return NormalPredictive(belief.marginal.widened(self.widening), self.widening * noise)
-        return StudentPredictive(belief.marginal, noise, self.degrees, self.tail_scale)
+            return NormalPredictive(belief.widened(self.widening), self.widening * noise)
+        return StudentPredictive(belief, noise, self.degrees, self.tail_scale)
+
+    def log_probs(
+        self, belief: FunctionGaussian | FunctionSamples, y: Tensor, variants: Sequence[tuple[Any, float]]
+    ) -> Tensor:
+        """Variants with the same tails are taken together if there is one output: they are many, and each is small."""
+        if isinstance(belief, FunctionSamples) or belief.mean.shape[-1] > 1:
+            return super().log_probs(belief, y, variants)
+        mean, cov = belief.mean.reshape(-1, 1), belief.variance.reshape(-1, 1, 1)
+        groups: dict[tuple[float, float], list[int]] = {}
+        for number, (other, _) in enumerate(variants):
+            groups.setdefault((other.degrees, other.tail_scale), []).append(number)
+        out = mean.new_empty(len(mean), len(variants))
+        for numbers in groups.values():
+            alike = [variants[number] for number in numbers]
+            stacked = FunctionGaussian(mean.repeat(len(alike), 1), torch.cat([factor * cov for _, factor in alike]))
+            noise = torch.stack([other.noise_variance.reshape(1).to(mean) for other, _ in alike])
+            predictive = alike[0][0]._with_noise(stacked, noise.repeat_interleave(len(mean), 0))
+            out[:, numbers] = predictive.log_prob(y.reshape(-1, 1).repeat(len(alike), 1)).reshape(len(alike), -1).T
+        return out
 
 
 @saved

@@ -78,9 +78,7 @@ class Cell:
 
     def predict(self, belief: FunctionGaussian | FunctionSamples) -> Predictive:
         """Return the predictive distribution of y under this cell."""
-        if isinstance(belief, FunctionSamples):
-            return self.likelihood.predict_samples(belief.widened(self.scale))
-        return self.likelihood.predict(belief.widened(self.scale))
+        return self.likelihood.predict_widened(belief, self.scale)
 
     @property
     def spread(self) -> float:

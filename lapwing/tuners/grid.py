@@ -113,6 +113,13 @@ class CellGrid:
         none = torch.zeros(len(cells), dtype=torch.bool)
         return cls(tuple(bases), tuple(beliefs), tuple(cells), torch.zeros(len(cells)), none, len(cells) - 1)
 
+    def last(self, start: int) -> CellGrid:
+        """Return the cells from this number on, to be scored, and their beliefs alone."""
+        cells = self.cells[start:]
+        used = sorted({cell.belief for cell in cells})
+        own = [replace(cell, belief=used.index(cell.belief)) for cell in cells]
+        return CellGrid.to_compare(self.bases, [self.beliefs[k] for k in used], own)
+
     @property
     def scales(self) -> Tensor:
         """The scale of every cell's covariance, (cells,)."""
@@ -159,9 +166,9 @@ def _cell_scores(grid: CellGrid, beliefs: Iterable[FunctionBelief], y: Tensor) -
     likelihood = grid.bases[0].problem.likelihood
     columns: dict[int, Tensor] = {}
     for number, belief in enumerate(beliefs):
-        for i, cell in enumerate(grid.cells):
-            if cell.belief == number:
-                columns[i] = likelihood.known_log_prob(cell.predict(belief), y).flatten()
+        own = {i: (cell.likelihood, cell.scale) for i, cell in enumerate(grid.cells) if cell.belief == number}
+        if own:
+            columns.update(zip(own, likelihood.log_probs(belief, y, [*own.values()]).unbind(1), strict=True))
     return torch.stack([columns[i] for i in range(len(grid.cells))], 1)
 
 

@@ -276,8 +276,8 @@ class Integrate(TunerWithSettings):
             grid = with_offset(plain, offset)
         scores, counts = counted_scores(grid, data)
         if learns_noise:
-            grid = with_tails(grid, counts @ scores)
-            scores, counts = counted_scores(grid, data)
+            known, grid = len(grid.cells), with_tails(grid, counts @ scores)
+            scores = torch.cat([scores, counted_scores(grid.last(known), data)[0]], 1)
         grid = thin(grid, scores, counts)
         weights = mixture_weights(grid.log_prior, scores, counts)
         folds = [(grid.log_prior, scores)] * FOLDS

@@ -631,3 +631,14 @@ def test_labels_that_are_known_in_part_count_once():
     y = torch.tensor([[1.0, -1, 0], [-1, -1, -1], [0, 0, 1]])
     count = weighted_count(lw.Bernoulli(ignore_index=-1), torch.zeros(3, 3), y, torch.tensor([2.0, 5, 3]).double())
     assert float(count) == 5
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_scores_of_variants_are_those_of_their_predictives(outputs):
+    belief = FunctionGaussian(real(B, outputs), torch.diag_embed(real(B, outputs).square() + 0.1))
+    y, given = real(B, outputs).flip(0), lw.Gaussian(noise_std=0.7)
+    noises = [given, given.with_dispersion(torch.tensor(3.0, dtype=D))]
+    tailed = [noise.with_tails(degrees, 0.8) for noise in noises for degrees in (4.0, 8.0)]
+    variants = [(each, factor) for each in (*tailed, *noises) for factor in (0.0, 1.0, 2.5)]
+    one_by_one = [each.predict(belief.widened(factor)).log_prob(y) for each, factor in variants]
+    assert_close(given.log_probs(belief, y, variants), torch.stack(one_by_one, 1))
