@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,10 +19,11 @@ from lapwing.data.inputs import Inputs, merge_batches
 from lapwing.data.processes import ALONE, Processes, in_all_processes
 from lapwing.decisions.evaluation import Evaluation, evaluation_of_parts, plain_of
 from lapwing.decisions.guarantees import PredictionSets, class_scores, conformal_rank, row_shares
-from lapwing.errors import DataError, LapwingError, UnsupportedError
+from lapwing.errors import DataError, LapwingError, ModelError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.folds import (
     FEW,
+    FINAL,
     Rows,
     Split,
     Trainer,
@@ -61,7 +63,6 @@ if TYPE_CHECKING:
 
 QUICK = 1.0  # seconds of a training up to which one is repeated, to see whether it can be
 ABOVE = 1.1  # ratio of the training losses of a copy and of the network from which it is worth a remark
-FINAL = "all rows"  # the name of the training without folds
 HARDER = 2.0  # standard errors by which held-out rows must be harder than training rows, or rows may be ignored
 
 
@@ -110,7 +111,7 @@ def crossfit(
         groups: The group of each row, such as a patient: rows of a group stay in one fold.
         order: When each row was measured: every network is trained on earlier rows than those of its fold.
         folder: A folder for a checkpoint of every network, made if it does not exist. A repeated call goes on from
-            there. It needs ``model``, into whose copy weights are read.
+            there. It needs ``model``, into whose copy weights are read. Give another recipe another folder.
         workers: How many networks are trained at a time, in processes with a part of the threads each.
         method: As for ``fit``.
         weights: As for ``fit``.
@@ -175,13 +176,23 @@ def crossfit(
     networks, seconds = trainer.run(trainings)
     if rows.digest() != Rows.of(data, target_key, dtype).digest():
         raise DataError("train_fn changed the data; expected it to leave them as they are, and to change a copy.")
+    if own is not None:
+        try:
+            own.fingerprint.refuse_other(own.network.model)
+        except ModelError as error:
+            raise ModelError(
+                "train_fn changed model, the network trained on all rows; expected it to train a new network, or a "
+                f"copy: {error}"
+            ) from error
     findings = split_findings(rows, splits)
     # Copies see their rows alone, and a quick recipe is tried with other rows; of others, held-out rows tell.
     is_alone = workers == 1 and folder is None and processes.is_single_process  # and keeps nothing
     is_tried = train_fn is None or (seconds < QUICK * len(trainings) and is_alone)
     if is_tried and train_fn is not None:
         findings += recipe_findings(recipe, trainings[0], networks[0], networks[1] if model is None else model)
-    own = fit(networks.pop(), data) if own is None else own
+    if own is None:
+        with _named(FINAL):
+            own = fit(networks.pop(), data)
     parts = list(_fitted_parts(rows, splits, networks, fit))
     if not parts:
         raise DataError("no held-out row has a class that its training rows have; expected folds with every class.")
@@ -199,12 +210,19 @@ def _fitted_parts(
     for k, (split, network) in enumerate(zip(splits, networks, strict=True)):
         scored = scored_part(rows, split)
         if len(scored.held_out):
-            try:
+            with _named(f"fold {k}"):
                 posterior = fit(network, rows.take(scored.training))
-            except LapwingError as error:
-                error.args = (f"fold {k}: {error}",)
-                raise
             yield scored, posterior, rows.take(scored.held_out)
+
+
+@contextmanager
+def _named(training: str) -> Iterator[None]:
+    """Have errors begin with the name of a training."""
+    try:
+        yield
+    except LapwingError as error:
+        error.args = (f"{training}: {error}",)
+        raise
 
 
 def _copy_findings(copied: Fitted, own: Fitted) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -42,9 +42,12 @@ POINTS = 2**24  # numbers of the inputs that are kept to compare rows
 COMPARED, AMONG = 500, 20_000  # rows whose neighbours are looked for, and among how many
 NEAR = 1e-3  # probability of a neighbour as near as this, if rows are independent, below which it is a copy
 COPIES = 0.1  # share of near-copies from which it is worth a remark
+APART, ALIKE = 20, 0.8  # rows between two that are far apart; share that are nearer to the next one, worth a remark
+SORTED = 0.95  # rank correlation with the number of the row from which rows are sorted by an input
 UNEQUAL = 2.0  # ratio of the sizes of two folds from which it is worth a remark
 ERRORS = 4.0  # standard errors by which the frequency of a class in a fold may differ
 CHECKPOINT = "lapwing-fold"
+FINAL = "all rows"  # the name of the training without folds
 RATE, BATCH = 1e-3, 32  # of Adam, for copies of a network
 PART = 0.1  # of the distance between networks of different rows, up to which two networks are the same
 EPOCHS, PATIENCE, PROGRESS = 600, 60, 0.01  # at most; without this progress of the loss a copy ends
@@ -140,6 +143,10 @@ def splits_of(
     for name, given in (("groups", groups), ("order", order)):
         if given is not None and len(given) != n:
             raise DataError(f"{name} has {len(given)} entries for {n} rows; expected one for each row.")
+    names = None if groups is None else [each.item() if isinstance(each, Tensor) else each for each in groups]
+    time = None if order is None else _places(order)
+    if isinstance(folds, Iterator):
+        folds = list(folds)
     if hasattr(folds, "split") and not isinstance(folds, Tensor):
         pairs: Iterable[Any] = folds.split(list(range(n)), rows.targets.tolist(), groups)
     elif isinstance(folds, bool) or not (is_integer(folds) or hasattr(folds, "__len__")):
@@ -150,19 +157,31 @@ def splits_of(
     elif is_integer(folds):
         if not 2 <= folds <= n:
             raise DataError(f"folds is {folds} for {n} rows; expected at least 2 and at most the number of rows.")
-        if order is not None:
-            return _in_order(order, int(folds))
-        pairs = _pairs(_assign(rows, int(folds), groups, seed))
-    elif len(folds) and not isinstance(folds, Tensor) and isinstance(folds[0], tuple | list):
+        pairs = _pairs(_assign(rows, int(folds), names, seed)) if time is None else _in_order(time, int(folds))
+    elif len(folds) and not isinstance(folds, Tensor) and isinstance(next(iter(folds)), tuple | list):
         pairs = folds
     else:
-        numbers = torch.as_tensor(folds)
-        if numbers.shape != (n,) or numbers.is_floating_point():
-            raise DataError(f"folds is {describe(numbers)}; expected a fold number for each of {n} rows.")
-        pairs = _pairs(numbers.long())
-    splits = tuple(Split(*(torch.as_tensor(part).long() for part in pair)) for pair in pairs)
+        pairs = _pairs(_integers(folds, f"a fold number for each of {n} rows", n))
+    splits = []
+    for pair in pairs:
+        if len(pair) != 2:
+            raise DataError(f"folds has an entry of {len(pair)} parts; expected (train, test) pairs of row numbers.")
+        splits.append(Split(*(_integers(part, "(train, test) pairs of row numbers") for part in pair)))
     _refuse_unusable(splits, n)
-    return splits
+    _refuse_mixed(splits, names, time)
+    return tuple(splits)
+
+
+def _integers(values: Any, expected: str, count: int | None = None) -> Tensor:
+    """Return integers that the user gave, (n,)."""
+    try:
+        numbers = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"folds has {describe_kind(values)} without numbers; expected {expected}.") from error
+    is_whole = not numbers.is_floating_point() and numbers.dtype != torch.bool
+    if numbers.ndim != 1 or (len(numbers) and not is_whole) or count not in (None, len(numbers)):
+        raise DataError(f"folds has {describe(numbers)}; expected {expected}.")
+    return numbers.long()
 
 
 def _pairs(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -189,21 +208,48 @@ def _refuse_unusable(splits: Sequence[Split], n: int) -> None:
         raise DataError(f"row {int(judged.argmax())} is held out in several folds; expected each in one at most.")
 
 
-def _in_order(order: Sequence[Any], folds: int) -> tuple[Split, ...]:
-    """Return folds in which every network is trained on earlier rows; rows of equal time stay together."""
+def _refuse_mixed(splits: Sequence[Split], groups: Sequence[Any] | None, time: Tensor | None) -> None:
+    """Raise unless folds keep groups together, and every network is trained on earlier rows."""
+    for k, split in enumerate(splits):
+        if groups is not None:
+            both = {groups[i] for i in split.training.tolist()} & {groups[i] for i in split.held_out.tolist()}
+            if both:
+                raise DataError(
+                    f"group {min(map(str, both))} is on both sides of fold {k}; expected the rows of a group in one "
+                    "part. Give a number of folds, without order, or other folds."
+                )
+        if time is not None and int(time[split.training].max()) > int(time[split.held_out].min()):
+            raise DataError(
+                f"fold {k} has training rows that are later than its held-out rows; expected earlier ones. With "
+                "order=... give a number of folds, or folds in time."
+            )
+
+
+def _places(order: Sequence[Any]) -> Tensor:
+    """Return the place of the time of every row among all times, (N,)."""
     times: list[Any] = order.tolist() if hasattr(order, "tolist") else list(order)  # numbers, dates or text
-    place = {time: k for k, time in enumerate(sorted(set(times)))}
-    rank = torch.tensor([place[time] for time in times])
+    missing = sum(time is None or time != time for time in times)
+    if missing:
+        raise DataError(f"order has {missing} missing values; expected a time for each row.")
+    try:
+        place = {time: k for k, time in enumerate(sorted(set(times)))}
+    except TypeError as error:
+        raise DataError(f"order cannot be sorted ({error}); expected numbers, dates or text.") from error
+    return torch.tensor([place[time] for time in times])
+
+
+def _in_order(rank: Tensor, folds: int) -> list[tuple[Tensor, Tensor]]:
+    """Return folds in which every network is trained on earlier rows; rows of equal time stay together."""
     sorted_rows = rank.argsort(stable=True)
     cuts = [round(len(rank) * k / (folds + 1)) for k in range(folds + 2)]
     starts = [int(rank[sorted_rows[cut]]) if cut < len(rank) else int(rank.max()) + 1 for cut in cuts]
     splits = []
     for low, high in pairwise(starts):
         if 0 < low < high:
-            splits.append(Split((rank < low).nonzero()[:, 0], ((rank >= low) & (rank < high)).nonzero()[:, 0]))
+            splits.append(((rank < low).nonzero()[:, 0], ((rank >= low) & (rank < high)).nonzero()[:, 0]))
     if not splits:
         raise DataError("order has one value for nearly all rows; expected times that tell rows apart.")
-    return tuple(splits)
+    return splits
 
 
 def _assign(rows: Rows, folds: int, groups: Sequence[Any] | None, seed: int) -> Tensor:
@@ -236,9 +282,7 @@ def _assign(rows: Rows, folds: int, groups: Sequence[Any] | None, seed: int) -> 
 
 def _units(rows: Rows, groups: Sequence[Any] | None) -> list[int]:
     """Return for every row what it belongs to: rows of one group, and rows with the same inputs."""
-    names = (
-        range(len(rows)) if groups is None else [each.item() if isinstance(each, Tensor) else each for each in groups]
-    )
+    names = range(len(rows)) if groups is None else groups
     parent: dict[Any, Any] = {}
 
     def root(key: Any) -> Any:
@@ -259,7 +303,10 @@ def split_findings(rows: Rows, splits: Sequence[Split]) -> tuple[str, ...]:
     """Return remarks on the folds: few rows, unequal sizes and frequencies, classes without training rows, copies."""
     findings = []
     if len(rows) < FEW:
-        findings.append(f"{len(rows)} rows: with fewer than {FEW} the result varies with the folds. ")
+        findings.append(
+            f"{len(rows)} rows: with fewer than {FEW} the result varies with the folds. Compare it with that of "
+            "another seed, or give more folds."
+        )
     sizes = [len(split.held_out) for split in splits]
     if max(sizes) >= UNEQUAL * min(sizes):
         findings.append(f"folds have {min(sizes)} to {max(sizes)} rows: the large ones decide. Balance them.")
@@ -271,6 +318,12 @@ def split_findings(rows: Rows, splits: Sequence[Split]) -> tuple[str, ...]:
         findings.append(
             f"{copies:.0%} of the held-out rows have a near-copy among the training rows of their fold: networks have "
             "seen them, and the scores are too good. Give groups=..., so that copies stay in one fold."
+        )
+    alike = _share_alike(rows, splits)
+    if alike > ALIKE:
+        findings.append(
+            f"{alike:.0%} of the rows are nearer to the next row than to the {APART}th after it, and folds part "
+            "neighbours: if rows come in time or in groups, the scores are too good. Give order=... or groups=...."
         )
     return tuple(findings)
 
@@ -313,13 +366,9 @@ def _share_of_copies(rows: Rows, splits: Sequence[Split]) -> float:
     In d dimensions (r₁/r₁₀)ᵈ, of the distances to the first and the tenth neighbour, is Beta(1, 9). The dimension is
     that of the data, from the distances to the tenth and the twentieth.
     """
-    if rows.points is None or len(rows) < FEW:
-        return 0.0
-    points = rows.points - rows.points.mean(0)
-    points = points[:, points.std(0) > 0]
+    points = _in_units(rows)
     if not points.shape[1]:
         return 0.0
-    points = points / points.std(0)
     generator = torch.Generator().manual_seed(0)
     distances = []
     for split in splits:
@@ -336,6 +385,41 @@ def _share_of_copies(rows: Rows, splits: Sequence[Split]) -> float:
         return 0.0
     dimension = math.log(2) / float((last / tenth)[usable].log().median())
     return float(((near / tenth)[usable].pow(dimension) < 1 - (1 - NEAR) ** (1 / 9)).double().mean())
+
+
+def _in_units(rows: Rows) -> Tensor:
+    """Return the inputs of all rows in units of their standard deviations, (N, d); d is 0 where they are few."""
+    if rows.points is None or len(rows) < FEW:
+        return torch.zeros(len(rows), 0)
+    points = rows.points - rows.points.mean(0)
+    points = points[:, points.std(0) > 0]
+    return points / points.std(0)
+
+
+def _share_alike(rows: Rows, splits: Sequence[Split]) -> float:
+    """Return the share of rows that are nearer to the next row than to one far from it: a half, if order means nothing.
+
+    They are rows that a fold parts from the next one, of one class. Inputs by which rows are sorted are left out.
+    """
+    points, labels = _in_units(rows)[: 4 * COMPARED], rows.labels()
+    count = len(points)
+    if not points.shape[1]:
+        return 0.0
+    places = torch.stack([column.unique(return_inverse=True)[1].double() for column in points.T])
+    number = torch.arange(count).double() - (count - 1) / 2
+    places = places - places.mean(1, keepdim=True)
+    points = points[:, (places @ number).abs() < SORTED * places.norm(dim=1) * number.norm()]
+    fold = torch.full((len(rows),), -1)
+    for k, split in enumerate(splits):
+        fold[split.held_out] = k
+    row = torch.arange(max(0, count - APART))
+    row = row[fold[row] != fold[row + 1]]
+    if labels is not None:
+        row = row[(labels[row] == labels[row + 1]) & (labels[row] == labels[row + APART])]
+    if points.shape[1] < 2 or len(row) < FEW // 2:
+        return 0.0
+    near, far = ((points[row] - points[row + step]).norm(dim=1) for step in (1, APART))
+    return float(((near < far).double() + 0.5 * (near == far).double()).mean())
 
 
 def copied_recipe(posterior: Posterior, rows: Rows) -> TrainFunction:
@@ -425,7 +509,10 @@ class Trainer:
         """
         start = time.perf_counter()
         if self.folder is not None:
-            self.folder.mkdir(exist_ok=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise FileError(f"folder is {self.folder}, which cannot be made: {error}. Give another one.") from error
         found: dict[str, nn.Module | LapwingError] = {}
         for training in trainings:
             model = self._read(training)
@@ -437,15 +524,19 @@ class Trainer:
         bar = ProgressBar(self._outcomes(own), "training folds", self.progress, first=len(trainings) - len(missing))
         sent: dict[str, Sent] = {}
         for training, outcome in bar:
-            found[training.name] = outcome
             if not isinstance(outcome, LapwingError):
+                self._refuse_same(training.name, outcome, found)
                 self._write(training, outcome)
+            found[training.name] = outcome
             if not self.processes.is_single_process:
                 sent[training.name] = _packed(outcome, training, self.template is not None)
         for others in self.processes.gather_values(sent):
             for name, packed in others.items():
                 if name not in found:
-                    found[name] = _unpacked(packed, name, self.template)
+                    outcome = _unpacked(packed, name, self.template)
+                    if not isinstance(outcome, LapwingError):
+                        self._refuse_same(name, outcome, found)
+                    found[name] = outcome
         outcomes = [found[training.name] for training in trainings]
         models = [outcome for outcome in outcomes if not isinstance(outcome, LapwingError)]
         for failure in outcomes:
@@ -454,8 +545,17 @@ class Trainer:
                 if self.folder is not None:
                     kept = f"The others are kept in {self.folder}: call again to go on."
                 raise type(failure)(f"{failure} {kept}") from failure.__cause__
-        _refuse_same(trainings, models)
         return models, time.perf_counter() - start
+
+    def _refuse_same(self, name: str, model: nn.Module, found: Mapping[str, nn.Module | LapwingError]) -> None:
+        """Raise if a network is that of other rows: the same object, or the same weights."""
+        others = found if self.template is None else {FINAL: self.template, **found}
+        for earlier, other in others.items():
+            if not isinstance(other, LapwingError) and (model is other or _same_weights(model, other)):
+                raise ModelError(
+                    f"train_fn returned the same network for {earlier} and {name}, though their rows differ; "
+                    "expected a new network, trained on data[rows], at every call."
+                )
 
     def _outcomes(self, trainings: Sequence[Training]) -> Iterable[tuple[Training, nn.Module | LapwingError]]:
         if self.workers == 1 or len(trainings) < 2:
@@ -472,7 +572,13 @@ class Trainer:
         path = self._path(training)
         if path is None or self.template is None or not path.exists():
             return None
-        state = files.read(path, CHECKPOINT, "network of a fold")
+        try:
+            state = files.read(path, CHECKPOINT, "network of a fold")
+        except FileError as error:
+            raise FileError(
+                f"{path} cannot be read: {error.__cause__ or error}. Delete it, and call again: {training.name} is "
+                "trained again."
+            ) from error
         if state.settings.get("facts") != self._facts(training):
             raise DataError(
                 f"{path} has the network of {training.name} for other data, rows or seed; expected the same. Choose "
@@ -493,7 +599,9 @@ def _with_weights(template: nn.Module, weights: dict[str, Tensor], where: str) -
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise FileError(f"{where} holds the weights of another network than model: {error}") from error
+        raise FileError(
+            f"{where} holds the weights of another network than model; expected its form: {error}"
+        ) from error
     return model.eval()
 
 
@@ -547,23 +655,13 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {  # ho
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (torch.get_default_device, torch.set_default_device),
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
 }
 
 
 def _settings() -> dict[str, Any]:
     return {name: read() for name, (read, _) in SETTINGS.items()}
-
-
-def _refuse_same(trainings: Sequence[Training], models: Sequence[nn.Module]) -> None:
-    """Raise if two networks are one object, or have the same weights."""
-    for i, (training, model) in enumerate(zip(trainings, models, strict=True)):
-        for other, earlier in zip(trainings[:i], models[:i], strict=True):
-            if model is earlier or _same_weights(model, earlier):
-                raise ModelError(
-                    f"train_fn returned the same network for {other.name} and {training.name}, though their rows "
-                    "differ; expected a new network, trained on data[rows], at every call."
-                )
 
 
 def _same_weights(one: nn.Module, other: nn.Module) -> bool:

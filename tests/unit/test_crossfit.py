@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from sklearn.model_selection import GroupKFold, TimeSeriesSplit
+from sklearn.model_selection import GroupKFold, KFold, TimeSeriesSplit
 from torch import Tensor, nn
 
 import lapwing as lw
@@ -329,8 +329,11 @@ def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:
         run(fails_once, seed=1)
     first = next((tmp_path / "folds").glob("fold0*"))
     first.write_bytes(first.read_bytes()[:-9])
-    with pytest.raises(FileError, match="cannot be read"):
+    with pytest.raises(FileError, match=r"cannot be read: .* Delete it, and call again: fold 0 is trained again"):
         run(fails_once)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match="which cannot be made"):
+        lw.crossfit(fails_once, (x, y), "classification", model=net, folds=3, folder=tmp_path / "file" / "folds")
 
 
 def test_a_process_that_ends_names_its_fold_and_the_others_are_kept(tmp_path: Path) -> None:
@@ -350,6 +353,33 @@ def test_a_process_that_ends_names_its_fold_and_the_others_are_kept(tmp_path: Pa
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["fold0", "fold2"]
 
 
+def test_a_network_of_other_rows_is_refused_before_it_is_kept(tmp_path: Path) -> None:
+    """The one of all rows too: a single sibling has no other to be compared with."""
+    x = inputs(60)
+    y = labels(x)
+    net = trained(x, y, 3)
+    settings: dict[str, Any] = {"model": net, "folder": tmp_path / "new" / "folds", "method": lw.Diagonal()}
+    with pytest.raises(ModelError, match="the same network for all rows and fold 0"):
+        lw.crossfit(lambda rows, seed: net, (x, y), "classification", folds=[(range(40), range(40, 60))], **settings)
+    grown = trained(x, y, 3)
+
+    def goes_on(rows: Tensor, seed: int) -> nn.Module:
+        nn.functional.cross_entropy(grown(x[rows]), y[rows]).backward()
+        torch.optim.SGD(grown.parameters(), 0.1).step()
+        return grown
+
+    with pytest.raises(ModelError, match="the same network for fold 0 and fold 1"):
+        lw.crossfit(goes_on, (x, y), "classification", folds=2, **settings)
+    assert [path.stem for path in (tmp_path / "new" / "folds").iterdir()] == ["fold0"]
+
+    def changes(rows: Tensor, seed: int) -> nn.Module:
+        net[0].weight.data += 0.1
+        return trained(x[rows], y[rows], 3)
+
+    with pytest.raises(ModelError, match="train_fn changed model, the network trained on all rows"):
+        lw.crossfit(changes, (x, y), "classification", model=net, folds=2, method=lw.Diagonal())
+
+
 def wrong_recipes() -> Iterator[tuple[str, Any, type[Exception], str]]:
     x = inputs(40)
     y = labels(x)
@@ -361,6 +391,10 @@ def wrong_recipes() -> Iterator[tuple[str, Any, type[Exception], str]]:
 
     def changes_threads(rows: Tensor, seed: int) -> nn.Module:
         torch.set_num_threads(torch.get_num_threads() + 1)
+        return trained(x[rows], y[rows], 3)
+
+    def changes_products(rows: Tensor, seed: int) -> nn.Module:
+        torch.set_float32_matmul_precision("high")
         return trained(x[rows], y[rows], 3)
 
     def diverges(rows: Tensor, seed: int) -> nn.Module:
@@ -385,6 +419,7 @@ def wrong_recipes() -> Iterator[tuple[str, Any, type[Exception], str]]:
     )
     yield "not finite", diverges, DataError, "fold 0: outputs of the network: 60 of 60 entries are NaN"
     yield "threads", changes_threads, UnsupportedError, "fold 0: train_fn changed number of threads of torch"
+    yield "products", changes_products, UnsupportedError, "fold 0: train_fn changed precision of float32 products of"
     yield "another dtype", changes_dtype, UnsupportedError, "fold 0: train_fn changed default dtype of torch"
     yield "not a function", good, UnsupportedError, "train_fn is .*; expected a function"
 
@@ -457,6 +492,7 @@ def test_folds_may_be_given() -> None:
     assert held_out(torch.tensor([1, 0, 1, 0, 1, 0])) == [[1, 3, 5], [0, 2, 4]]
     assert held_out([([0, 1], [5]), ([5], [1])]) == [[5], [1]]
     assert held_out(Splitter()) == [[3]]
+    assert held_out(KFold(3).split(range(6))) == [[0, 1], [2, 3], [4, 5]]
     assert held_out(TimeSeriesSplit(2)) == [[2, 3], [4, 5]]
     grouped = splits_of(rows, GroupKFold(2), ["a", "b", "b", "a", "a", "b"], None, 0)
     assert sorted(split.held_out.tolist() for split in grouped) == [[0, 3, 4], [1, 2, 5]]
@@ -466,6 +502,8 @@ WRONG_FOLDS: list[tuple[Any, str]] = [
     (1, "folds is 1 for 6 rows"), (7, "folds is 7 for 6 rows"), (2.5, "folds is 2.5; expected a number of folds"),
     (True, "folds is True"), ([], "a fold number for each of 6"), ([0, 1], "a fold number for each of 6"),
     ([([0, 1], [1])], "held-out rows among its training rows"), ([([0], [9])], "fold 0 has the held-out row 9"),
+    (list("aabbcc"), "expected a fold number for each of 6"), ([([True, False], [1])], "expected .train, test. pairs"),
+    ([([0], [1], [2])], "an entry of 3 parts"), ([([0.5], [1])], "expected .train, test. pairs of row numbers"),
     ([([0], [])], "fold 0 has no held-out rows"), ([([0], [1]), ([2], [1])], "row 1 is held out in several folds"),
 ]  # fmt: skip
 
@@ -474,6 +512,22 @@ WRONG_FOLDS: list[tuple[Any, str]] = [
 def test_wrong_folds_are_refused(folds: Any, message: str) -> None:
     with pytest.raises((DataError, UnsupportedError), match=message):
         splits_of(rows_of(inputs(6), labels(inputs(6))), folds, None, None, 0)
+
+
+def test_folds_that_break_groups_or_time_are_refused() -> None:
+    rows, parted = rows_of(inputs(6), labels(inputs(6))), [0, 0, 0, 1, 1, 1]
+    assert len(splits_of(rows, parted, list("aaabbb"), None, 0)) == 2
+    assert len(splits_of(rows, TimeSeriesSplit(2), None, range(6), 0)) == 2
+    with pytest.raises(DataError, match="group b is on both sides of fold 0; expected the rows of a group in one part"):
+        splits_of(rows, parted, list("aabbcc"), None, 0)
+    with pytest.raises(DataError, match="group a is on both sides of fold 0"):
+        splits_of(rows, 2, list("ababab"), range(6), 0)
+    with pytest.raises(DataError, match="fold 0 has training rows that are later than its held-out rows"):
+        splits_of(rows, parted, None, range(6), 0)
+    with pytest.raises(DataError, match="order has 2 missing values; expected a time for each row"):
+        splits_of(rows, 2, None, [0.0, math.nan, 1.0, None, 2.0, 3.0], 0)
+    with pytest.raises(DataError, match="order cannot be sorted"):
+        splits_of(rows, 2, None, [0, 1, 2, "a", 4, 5], 0)
 
 
 def test_other_wrong_calls() -> None:
@@ -502,6 +556,17 @@ def test_what_is_strange_about_folds_is_said() -> None:
     assert "near-copy" in remark(near, y.repeat(2), 5)
     assert remark(near, y.repeat(2), 5, groups=list(range(150)) * 2) == ""
     assert remark(x, y, 5) == ""
+    walk = x.cumsum(0)
+    assert "Give order=... or groups=..." in remark(walk, numbers(x), 5)
+    assert remark(walk[torch.randperm(150, generator=torch.Generator().manual_seed(0))], numbers(x), 5) == ""
+    for innocent in (
+        x[x[:, 0].argsort()],
+        torch.linspace(0, 1, 150)[:, None],
+        torch.cartesian_prod(x[:15, 0], x[:10, 1]),
+    ):
+        assert "order=" not in remark(innocent, numbers(x), 5)
+    in_time = splits_of(rows_of(walk, numbers(x)), 5, None, range(150), 0)
+    assert not any("order=" in finding for finding in split_findings(rows_of(walk, numbers(x)), in_time))
     assert "100 the result varies" in remark(x[:60], y[:60], 3)
     assert "folds have 10 to 140 rows" in remark(x, y, [0] * 10 + [1] * 140)
     assert "class 1 has no row in the training rows" in remark(x, (torch.arange(150) < 5).long(), [0] * 50 + [1] * 100)
