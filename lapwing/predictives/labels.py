@@ -536,7 +536,7 @@ class SoftmaxSamples(ClassPredictive):
             for pairs, logits in _draw_chunks(part):
                 log_p = logits.log_softmax(-1)
                 p = log_p.exp()
-                entropy -= weight / max(1, 2 * part.pairs) * (p * log_p).sum(-1).sum(0)
+                entropy -= weight / part.count * (p * log_p).sum(-1).sum(0)
                 if part.pairs:
                     plus, minus = p.chunk(2)
                     draws[id(part.steps)][pairs] += 0.5 * weight * (plus + minus)
@@ -550,60 +550,38 @@ class SoftmaxSamples(ClassPredictive):
             return super().log_prob(y)
         y = check_labels(y, self.parts[0].mean)
         each = []
-        for part, weight in zip(self.parts, self.weights, strict=True):
-            smooth = _Smoothed.of(part)
-            for logits in smooth.chunks():
-                chosen = logits.log_softmax(-1).gather(-1, y.expand(len(logits), *y.shape))
-                each.append(chosen.squeeze(-1) + math.log(weight / smooth.count))
+        for logits, weight in self._smoothed():
+            chosen = logits.log_softmax(-1).gather(-1, y.expand(len(logits), *y.shape))
+            each.append(chosen.squeeze(-1) + math.log(weight))
         return torch.cat(each).logsumexp(0)
 
     @cached_property
     def log_probs(self) -> Tensor:
         probs = torch.zeros_like(self.parts[0].mean)
-        for part, weight in zip(self.parts, self.weights, strict=True):
-            smooth = _Smoothed.of(part)
-            for logits in smooth.chunks():
-                probs += weight / smooth.count * logits.softmax(-1).sum(0)
+        for logits, weight in self._smoothed():
+            probs += weight * logits.softmax(-1).sum(0)
         return probs.log() if bool((probs > MIN_PROBABILITY).all()) else self._log_averages()
 
     def _log_averages(self) -> Tensor:
         """Return the log-probabilities without the probabilities, which may round to zero; slower."""
         total = torch.full_like(self.parts[0].mean, -math.inf)
-        for part, weight in zip(self.parts, self.weights, strict=True):
-            smooth = _Smoothed.of(part)
-            for logits in smooth.chunks():
-                share = math.log(weight / smooth.count)
-                total = torch.logaddexp(total, logits.log_softmax(-1).logsumexp(0) + share)
+        for logits, weight in self._smoothed():
+            total = torch.logaddexp(total, logits.log_softmax(-1).logsumexp(0) + math.log(weight))
         return total
 
+    def _smoothed(self) -> Iterator[tuple[Tensor, float]]:
+        """Yield the logits of a few draws after another, (n, B, [T,] C), with the weight of each function.
 
-@dataclass(frozen=True, eq=False)
-class _Smoothed:
-    """The functions of a belief with a share of its variance, divided by the temperature of the rest."""
-
-    part: FunctionSamples
-    shrink: Tensor  # one over the temperature, (B, [T,] 1)
-    narrow: Tensor  # √a, (B, [T,] 1)
-
-    @classmethod
-    def of(cls, part: FunctionSamples) -> _Smoothed:
-        if not part.pairs:
-            one = torch.ones_like(part.mean[..., :1])
-            return cls(part, one, one)
-        spread = part.scale**2 * part.spreads.mean(0).unsqueeze(-1)
-        rest = SMOOTHED_SHARE * min(1.0, math.sqrt(FEW_DRAWS / part.pairs)) * spread / (spread + LARGE_VARIANCE)
-        return cls(part, (1 + 2 * LOGISTIC * rest * spread).rsqrt(), (1 - rest).sqrt())
-
-    @property
-    def count(self) -> int:
-        """The number of functions."""
-        return max(1, 2 * self.part.pairs)
-
-    def chunks(self) -> Iterator[Tensor]:
-        """Yield the logits of a few draws after another, (n, B, [T,] C)."""
-        part = replace(self.part, mean=self.shrink * self.part.mean)
-        for _, logits in _draw_chunks(part, self.shrink * self.narrow):
-            yield logits
+        They have the share a of their variance, and are divided by the temperature t of the rest.
+        """
+        for part, weight in zip(self.parts, self.weights, strict=True):
+            shrink = narrow = torch.ones_like(part.mean[..., :1])  # 1/t and √a, (B, [T,] 1)
+            if part.pairs:
+                spread = part.scale**2 * part.spreads.mean(0).unsqueeze(-1)
+                rest = SMOOTHED_SHARE * min(1.0, math.sqrt(FEW_DRAWS / part.pairs)) * spread / (spread + LARGE_VARIANCE)
+                shrink, narrow = (1 + 2 * LOGISTIC * rest * spread).rsqrt(), (1 - rest).sqrt()
+            for _, logits in _draw_chunks(replace(part, mean=shrink * part.mean), shrink * narrow):
+                yield logits, weight / part.count
 
 
 def _draw_chunks(part: FunctionSamples, width: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:

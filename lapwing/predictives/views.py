@@ -217,11 +217,8 @@ def view_of(predictive: Predictive) -> type[PredictiveView[Any]] | None:
 
 def as_images(pixels: Any, form: ImageForm) -> PredictiveView[Any]:
     """Return a predictive of pixels (B, H W, C) as one of images."""
-    return (
-        replace(pixels, form=form)
-        if isinstance(pixels, PredictiveView)
-        else (view_of(pixels) or NumberView)((pixels,), form)
-    )
+    view = pixels if isinstance(pixels, PredictiveView) else (view_of(pixels) or NumberView)((pixels,))
+    return replace(view, form=form)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

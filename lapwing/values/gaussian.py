@@ -642,6 +642,11 @@ class FunctionSamples:
         return len(self.steps) if self.width else 0
 
     @property
+    def count(self) -> int:
+        """The number of functions."""
+        return max(1, 2 * self.pairs)
+
+    @property
     def scale(self) -> float:
         """The number that steps are multiplied by."""
         return self.factor * self.width
