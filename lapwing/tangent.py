@@ -85,10 +85,7 @@ class SharedPart:
         return self.processes.sum([total])[0]
 
     def gram(self, v: Tensor) -> Tensor:
-        total: Tensor | None = None
-        for part in self.own():
-            total = part.gram(v).double() if total is None else total.add_(part.gram(v))
-        return self.processes.sum([total])[0]
+        return self.processes.sum([gram_product(self.own(), v)])[0]
 
 
 @dataclass(frozen=True, eq=False)

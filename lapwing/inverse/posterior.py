@@ -17,6 +17,7 @@ from lapwing.inverse.priors import BoundFilterGP, ClassCovariance
 from lapwing.inverse.problem import ImageTangent, InverseProblem, LinearOperator, Observation, bound_prior
 from lapwing.linalg.krylov import RandomisedEigenpairs, random_signs
 from lapwing.linalg.operators import Solution
+from lapwing.linalg.ridge import WIDE
 from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.selection import Weights
 from lapwing.posteriors.base import Trace, Tunable
@@ -474,7 +475,9 @@ def fit(
         NOISE.check("noise_std", noise_std)
     if tuner is not None:
         check_tuner(tuner)
-    tangent = _at_least_single(ImageTangent.build(model, x, weights))
+    tangent = ImageTangent.build(model, x, weights)
+    if tangent.dtype not in WIDE:  # half precision has too few digits for covariances
+        tangent = tangent.to(torch.float32)
     bound = bound_prior(FilterGP(blocks=ONE) if prior is None else prior, tangent)
     observation = Observation.of(operator, tangent.size, tangent.f)
     measurements = _measurements(y, observation.rows, tangent.device)
@@ -491,11 +494,6 @@ def fit(
     seed = independent_generator(generator).initial_seed() % 2**31
     posterior = InversePosterior(problem, noise, classes, noise_std is None, seed)
     return posterior.tuned(tuner) if tuner is not None or prior is None else posterior
-
-
-def _at_least_single(tangent: ImageTangent) -> ImageTangent:
-    """Return the tangent model in float32 or float64: half precision has too few digits for covariances."""
-    return tangent if tangent.dtype in (torch.float32, torch.float64) else tangent.to(torch.float32)
 
 
 def _measurements(y: object, rows: int, device: torch.device) -> Tensor:

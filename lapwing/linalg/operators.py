@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -288,7 +288,7 @@ class DeflatedDesign(DerivedDesign):
         return OperatorPart(part.rows, part.forward, lambda u: self.outside(part.back(u)))
 
 
-def gram_product(design: Design, v: Tensor) -> Tensor:
+def gram_product(design: Iterable[DesignRows], v: Tensor) -> Tensor:
     """Return Xᵀ X v (n, P) for every row of v (n, P), summed in float64."""
     total: Tensor | None = None
     for part in design:

@@ -46,10 +46,20 @@ WIDE = (torch.float32, torch.float64)
 def feature_design(features: Tensor | OperatorDesign) -> Design:
     """Return the design of features without gradients; a matrix in half precision becomes float32."""
     if isinstance(features, Tensor):
-        x = check_features(features.detach())
-        return MatrixDesign(x if x.dtype in WIDE else x.float())
+        return matrix_design(features)
     if not isinstance(features, OperatorDesign):
         raise DataError(f"features are {describe_kind(features)}; expected a tensor or an OperatorDesign.")
+    return operator_design(features)
+
+
+def matrix_design(features: Tensor) -> MatrixDesign:
+    """Return the design of a matrix without gradients; one in half precision becomes float32."""
+    x = check_features(features.detach())
+    return MatrixDesign(x if x.dtype in WIDE else x.float())
+
+
+def operator_design(features: OperatorDesign) -> OperatorDesign:
+    """Return the design with products that are checked and require no gradients."""
     if features.like.dtype not in WIDE:
         raise DataError(
             f"the functions of an OperatorDesign take {features.like.dtype}; expected float32 or float64. Compute in "
@@ -262,8 +272,7 @@ def prior_root(prior: Tensor | OperatorDesign, size: int, device: torch.device) 
     if isinstance(prior, OperatorDesign):
         if prior.rows != size:
             raise DataError(f"prior is an OperatorDesign with {prior.rows} rows; expected {size}, one for each weight.")
-        root = feature_design(prior)
-        assert isinstance(root, OperatorDesign)
+        root = operator_design(prior)
         refuse_unpaired(root)
         return root
     a = _require_positive(prior, "prior", (f"({size},)", f"({size}, {size})"), ((size,), (size, size))).to(like)
@@ -455,8 +464,7 @@ def _stack(features: Tensor, targets: Tensor) -> MatrixDesign:
         )
     if 0 in features.shape:
         raise DataError(f"features have the shape {tuple(features.shape)}; expected at least one of each dimension.")
-    design = feature_design(features.flatten(0, 1))
-    assert isinstance(design, MatrixDesign)
+    design = matrix_design(features.flatten(0, 1))
     return replace(design, part=features.shape[1] * max(1, design.part // features.shape[1]))
 
 
