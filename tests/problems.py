@@ -47,6 +47,23 @@ def batches(case: Case, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = tor
     return split(case.batch(total, dtype), targets(case, total), sizes)
 
 
+def numbers(case: Case, size: int = TOTAL, seed: int = 3) -> Tensor:
+    """Targets of a regression that do not depend on the inputs, (B, C) or (B, T, C)."""
+    return torch.randn(size, *case.outputs, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def number_batches(case: Case, dtype: torch.dtype = torch.float64) -> list[Any]:
+    return split(case.batch(TOTAL, dtype), numbers(case).to(dtype), SIZES)
+
+
+def fit(
+    case: Case, method: Any, model: nn.Module | None = None, dtype: torch.dtype = torch.float64, **options: Any
+) -> lw.Fitted:
+    """A fit to the batches of a named network."""
+    given = case.build(dtype) if model is None else model
+    return lw.fit(given, batches(case, dtype=dtype), likelihood(case), method=method, **options)
+
+
 def output_hessian(case: Case, f: Tensor) -> Tensor:
     """(N, C, C) with every token a datum."""
     f = f.reshape(-1, f.shape[-1])

@@ -63,7 +63,7 @@ def special(name: str) -> lw.Fitted:
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention | nn.LSTM):
                 module.dropout = 0.3
-    return lw.fit(model, problems.batches(case), problems.likelihood(case), method=chosen, prior=1e3)
+    return problems.fit(case, chosen, model=model, prior=1e3)
 
 
 SPECIAL = ("free_parameter kron", "weight_norm kron", "lstm kron", "lstm swag", "transformer_layer kron",

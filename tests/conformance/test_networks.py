@@ -50,9 +50,7 @@ def test_exact_methods_have_the_covariance_of_the_dense_ggn(case: Case, method: 
     entry, model = exact_entries()[method], case.build()
     ggn, jac = reference(case.name)
     chosen = entry.settings(len(ggn), problems.TOTAL * math.prod(case.outputs))
-    posterior = problems.unchanged(
-        model, lambda: lw.fit(model, problems.batches(case), problems.likelihood(case), method=chosen, prior=PRECISION)
-    )
+    posterior = problems.unchanged(model, lambda: problems.fit(case, chosen, model=model, prior=PRECISION))
     covariance = torch.linalg.inv(ggn + PRECISION * torch.eye(len(ggn), dtype=D))
     inputs = case.batch(4, seed=1)
     belief = problems.unchanged(model, lambda: posterior.functions(inputs))
@@ -81,9 +79,7 @@ def test_the_matrices_of_full_low_rank_and_diagonal(case: Case) -> None:
     expected, _ = reference(case.name)
     thin_method = lw.LowRank(rank=int(torch.linalg.matrix_rank(expected)))
     full, thin, diagonal = (
-        lw.fit(
-            model, problems.batches(case), problems.likelihood(case), method=method, prior=PRECISION
-        ).posterior.curvature
+        problems.fit(case, method, model=model, prior=PRECISION).posterior.curvature
         for method in (lw.Full(), thin_method, lw.Diagonal())
     )
     assert_close(full.matrix, expected)
@@ -143,8 +139,7 @@ def test_subnetwork_of_single_weights(method: object) -> None:
     model = case.build()
     jac, whole = problems.dense_ggn(case, model)
     index = torch.randperm(len(whole), generator=torch.Generator().manual_seed(2))[:9].sort().values
-    posterior = lw.fit(model, problems.batches(case), "classification", method=method, weights=lw.subnetwork(index),
-                       prior=PRECISION)  # fmt: skip
+    posterior = problems.fit(case, method, model=model, weights=lw.subnetwork(index), prior=PRECISION)
     ggn = whole[index][:, index]
     ggn = ggn if isinstance(method, lw.Full) else torch.diag(ggn.diagonal())
     precision = ggn + PRECISION * torch.eye(9, dtype=D)
@@ -278,7 +273,7 @@ def test_large_blocks_that_are_not_linear_maps_are_diagonal() -> None:
     case = BY_NAME["transformer_layer"]
     model = case.build()
     _, ggn = problems.dense_ggn(case, model)
-    posterior = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(full_limit=8), prior=1.0)
+    posterior = problems.fit(case, lw.Kron(full_limit=8), model=model, prior=1.0)
     structures = dict(
         zip([b.weight for b in posterior.network.layout], posterior.posterior.curvature.structures(), strict=True)
     )
@@ -489,7 +484,7 @@ def test_the_bias_of_a_shared_layer_adds_its_positions_before_squaring(sharing: 
 
 def test_an_embedding_keeps_counts_and_no_input_matrix() -> None:
     case = BY_NAME["embedding"]
-    posterior = lw.fit(case.build(), problems.batches(case), "classification", method=lw.Kron(), prior=1.0)
+    posterior = problems.fit(case, lw.Kron(), prior=1.0)
     (block,) = [b for b, layout in zip(posterior.posterior.curvature.blocks, posterior.network.layout, strict=True)
                 if layout.weight == "table.weight"]  # fmt: skip
     tokens = case.batch(6).reshape(-1)

@@ -83,6 +83,11 @@ def ggn(jac: Tensor, hessian: Tensor) -> Tensor:
     return total
 
 
+def unit_ggn(model: nn.Module, x: Tensor, outputs: int = 3) -> Tensor:
+    """The GGN of a regression at unit noise."""
+    return ggn(jacobian(model, x, len(x)), torch.eye(outputs, dtype=torch.float64).expand(len(x), outputs, outputs))
+
+
 def by_datum(jac: Tensor, classes: int) -> Tensor:
     """(B, T C, P) -> (B T, C, P): every token is a datum."""
     return jac.reshape(-1, classes, jac.shape[-1])

@@ -6,12 +6,15 @@ with the bias of each row last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from tests.references import kfac
 from tests.references.kfac import Factors
+
+Root = Callable[[Tensor], Tensor]
 
 
 def layers(model: nn.Module) -> dict[str, Tensor]:
@@ -51,6 +54,18 @@ def ekron(ggn: Tensor, factors: Mapping[str, Factors], places: Mapping[str, Tens
         values = (basis.T @ ggn[flat[:, None], flat[None, :]] @ basis).diagonal()
         total[flat[:, None], flat[None, :]] = basis @ torch.diag(values) @ basis.T
     return total
+
+
+def structured(
+    method: str, ggn: Tensor, model: nn.Module, x: Tensor, root: Root = lambda f: torch.eye(len(f), dtype=f.dtype)
+) -> Tensor:
+    """A GGN in the structure of a method; ``root`` has the roots of the Hessian in the outputs, one for regression."""
+    if method in ("full", "low_rank"):
+        return ggn
+    if method == "diagonal":
+        return diagonal(ggn)
+    factors = kfac.factors(model, x, root, "expand")
+    return kron(factors, layers(model)) if method == "kron" else ekron(ggn, factors, layers(model))
 
 
 def floored(values: Tensor) -> Tensor:

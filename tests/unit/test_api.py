@@ -424,7 +424,7 @@ def test_training_mode_after_the_fit_is_refused(case: str, method: Any) -> None:
     """Means would be random, samples mixed, and running statistics changed by a prediction."""
     chosen = BY_NAME[case]
     model = chosen.build()
-    posterior = lw.fit(model, problems.batches(chosen), "classification", method=method, prior=1.0)
+    posterior = problems.fit(chosen, method, model=model, prior=1.0)
     model.train()
 
     def run() -> None:

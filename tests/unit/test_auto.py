@@ -309,16 +309,14 @@ def test_the_reason_stays() -> None:
 
 def test_some_of_the_weights_are_counted_alone() -> None:
     case = BY_NAME["mlp"]
-    fit = lambda weights: lw.fit(
-        case.build(), problems.batches(case), "classification", method="auto", weights=weights, prior=1.0
-    )
+    fit = lambda weights: problems.fit(case, "auto", weights=weights, prior=1.0)
     assert fit(None).why.startswith("Kron: 83 weights, 18 rows")
     assert fit(lw.last_layer).why.startswith("Kron: 18 weights, 18 rows")
 
 
 def test_every_token_is_a_datum() -> None:
     case = BY_NAME["token_level"]
-    posterior = lw.fit(case.build(), problems.batches(case), "classification", method="auto", prior=1.0)
+    posterior = problems.fit(case, "auto", prior=1.0)
     assert posterior.why.startswith("Kron: 123 weights, 72 rows")  # six inputs, four tokens, three classes
 
 

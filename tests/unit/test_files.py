@@ -52,9 +52,7 @@ def fitted(
     chosen = BY_NAME[case]
     model = chosen.build(dtype)
     options.setdefault("prior", 1e2)
-    return model, lw.fit(
-        model, problems.batches(chosen, dtype=dtype), problems.likelihood(chosen), method=method, **options
-    )
+    return model, problems.fit(chosen, method, model, dtype, **options)
 
 
 def reloaded(posterior: lw.Fitted, model: nn.Module, folder: Path) -> lw.Fitted:
@@ -139,7 +137,7 @@ def test_to_another_dtype(method: str, before: torch.dtype, after: torch.dtype, 
 def test_what_was_found_out_moves_too(method: Any) -> None:
     case = BY_NAME["mlp"]
     model = case.build()
-    posterior = lw.fit(model, problems.batches(case), "classification", method=method)
+    posterior = problems.fit(case, method, model=model)
     assert posterior.trace is not None
     moved = problems.unchanged(model, lambda: posterior.to("cpu"))
     assert str(moved.trace) == str(posterior.trace)

@@ -34,7 +34,7 @@ from lapwing.priors import (
 )
 from tests import problems
 from tests.cases import BY_NAME, CASES
-from tests.references import dense, inducing, kfac, structures
+from tests.references import dense, inducing, structures
 from tests.references.layout import assembled, order, places
 from tests.tolerances import SOLVED, assert_close
 
@@ -149,38 +149,23 @@ METHODS: dict[str, Any] = {
 NOISE = 0.49  # a variance other than one: the g-prior takes H at unit dispersion
 
 
-def data() -> list[Any]:
-    y = torch.randn(6, 3, dtype=D, generator=torch.Generator().manual_seed(3))
-    return problems.split(MLP.batch(6), y, (3, 1, 2))
-
-
 def regression(method: Any, prior: Any, **options: Any) -> lw.Fitted:
-    return lw.fit(MLP.build(), data(), lw.Gaussian(noise_std=math.sqrt(NOISE)), method=method, prior=prior, **options)
-
-
-def unit_ggn(model: nn.Module, x: Tensor, outputs: int = 3) -> Tensor:
-    jac = dense.jacobian(model, x, len(x))
-    return dense.ggn(jac, torch.eye(outputs, dtype=D).expand(len(x), outputs, outputs))
+    data, noise = problems.number_batches(MLP), lw.Gaussian(noise_std=math.sqrt(NOISE))
+    return lw.fit(MLP.build(), data, noise, method=method, prior=prior, **options)
 
 
 def unit_curvature(method: str) -> tuple[Tensor, Tensor]:
     """(H, diag(H) floored) of the small regression by brute force."""
     model, x = MLP.build(), MLP.batch(6)
-    where, ggn = structures.layers(model), unit_ggn(model, x)
-    if method == "kron":
-        factors = kfac.factors(model, x, lambda f: torch.eye(len(f), dtype=D), "expand")
-        matrix = structures.kron(factors, where)
-        return matrix, structures.scale_by_factor(matrix.diagonal(), where)
-    matrix = {
-        "full": ggn, "diagonal": structures.diagonal(ggn), "low_rank": ggn,  # at full rank
-    }[method]  # fmt: skip
-    return matrix, structures.scale_by_layer(matrix.diagonal(), where)
+    matrix = structures.structured(method, dense.unit_ggn(model, x), model, x)
+    scale = structures.scale_by_factor if method == "kron" else structures.scale_by_layer
+    return matrix, scale(matrix.diagonal(), structures.layers(model))
 
 
 def evidence(model: nn.Module, precision: Tensor, prior: Tensor) -> Tensor:
     """log p(D | w̃) + ½ log det A - ½ w̃ᵀ A w̃ - ½ log det Λ of the small regression."""
     theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    x, y = (torch.cat(parts) for parts in zip(*data(), strict=True))
+    x, y = (torch.cat(parts) for parts in zip(*problems.number_batches(MLP), strict=True))
     fit = torch.distributions.Normal(model(x).detach(), math.sqrt(NOISE)).log_prob(y).sum()
     return fit + 0.5 * (prior.log().sum() - theta @ (prior * theta) - torch.linalg.slogdet(precision)[1])
 
@@ -317,7 +302,7 @@ def test_g_prior_of_lookups_in_kronecker_blocks() -> None:
     """Embeddings: rows that no token asked for, and padding, have no curvature at all, and get a floor."""
     case = BY_NAME["embedding"]
     model = case.build()
-    posterior = lw.fit(model, problems.batches(case), "classification", method=lw.Kron(), prior=lw.priors.g_prior(0.4))
+    posterior = problems.fit(case, lw.Kron(), model=model, prior=lw.priors.g_prior(0.4))
     kinds = dict(
         zip((b.weight for b in posterior.network.layout), posterior.posterior.curvature.structures(), strict=True)
     )
@@ -361,7 +346,7 @@ def test_g_prior_of_single_weights(method: str) -> None:
     """Weights that are not selected have no say in what is typical of a layer."""
     chosen = torch.tensor([0, 1, 2, 3, 24, 26, 30, 33, 41, 60, 66, 71, 80])
     model = MLP.build()
-    ggn = unit_ggn(model, MLP.batch(6))
+    ggn = dense.unit_ggn(model, MLP.batch(6))
     whole = structures.layers(model)
     inside = {k: torch.isin(chosen, v).nonzero()[:, 0] for k, v in whole.items()}
     scale = structures.scale_by_layer(ggn.diagonal()[chosen], inside)
@@ -465,7 +450,7 @@ STORED: list[tuple[str, Any, Any]] = [
 def test_round_trip_through_a_file(case: str, method: Any, prior: Any, tmp_path: Path) -> None:
     chosen = BY_NAME[case]
     model = chosen.build()
-    first = lw.fit(model, problems.batches(chosen), "classification", method=method, prior=prior).tuned()
+    first = problems.fit(chosen, method, model=model, prior=prior).tuned()
     first.save(tmp_path / "one")
     again = lw.load(tmp_path / "one", model)
     again.save(tmp_path / "two")
@@ -493,7 +478,7 @@ def test_a_g_prior_goes_to_float32_and_back(method: Any, tmp_path: Path) -> None
     assert torch.equal(again.prior.vector, first.prior.vector)  # precisions are float64 whatever the network is
     narrow = MLP.batch(3, torch.float32, seed=1)
     assert_close(again.functions(narrow).std, first.functions(narrow.double()).std, 0.5, torch.float32)
-    fresh = lw.fit(MLP.build(torch.float32), [(x.float(), y.float()) for x, y in data()],
+    fresh = lw.fit(MLP.build(torch.float32), [(x.float(), y.float()) for x, y in problems.number_batches(MLP)],
                    lw.Gaussian(noise_std=math.sqrt(NOISE)), method=method, prior=lw.priors.g_prior(0.6))  # fmt: skip
     assert_close(fresh.functions(narrow).std, first.functions(narrow.double()).std, 0.5, torch.float32)
 
@@ -501,9 +486,7 @@ def test_a_g_prior_goes_to_float32_and_back(method: Any, tmp_path: Path) -> None
 def test_a_stored_normalised_group_takes_other_precisions(tmp_path: Path) -> None:
     case = BY_NAME["norms"]
     model = case.build()
-    first = lw.fit(
-        model, problems.batches(case), "classification", method=lw.Full(), prior=lw.priors.per_normalised_group()
-    )
+    first = problems.fit(case, lw.Full(), model=model, prior=lw.priors.per_normalised_group())
     assert len(first.prior.groups) > 1
     first.save(tmp_path / "net")
     again = lw.load(tmp_path / "net", model)

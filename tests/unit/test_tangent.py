@@ -277,7 +277,7 @@ def test_a_posterior_moves_with_its_network(name: str, method: Any) -> None:
     case = BY_NAME[name]
     _, there, f, moved = shifted(name)
     x = case.batch(6)
-    plain = lw.fit(case.build(), problems.batches(case), "classification", method=method, prior=2.0).posterior
+    plain = problems.fit(case, method, prior=2.0).posterior
     posterior = replace(plain, problem=replace(plain.problem, network=there))
     assert_close(posterior(x).mean, f + moved)
     assert torch.equal(posterior(x).cov, plain(x).cov)
@@ -310,8 +310,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def fitted(case: Case, dtype: torch.dtype = D, **options: Any) -> lw.Fitted:
-    options = {"method": lw.baselines.MapOnly(), "prior": 1.0, **options}
-    return lw.fit(case.build(dtype), problems.batches(case, dtype=dtype), problems.likelihood(case), **options)
+    return problems.fit(case, dtype=dtype, **{"method": lw.baselines.MapOnly(), "prior": 1.0, **options})
 
 
 def columns(size: int, count: int = 3) -> Tensor:
@@ -401,7 +400,7 @@ def test_other_data_than_those_of_the_fit() -> None:
 def test_a_mean_elsewhere_than_at_the_weights() -> None:
     """A tangent model evaluated at its own optimum still has the Jacobian and the GGN of w̃."""
     case = BY_NAME["mlp"]
-    data = [(case.batch(6), torch.randn(6, 3, dtype=D, generator=torch.Generator().manual_seed(3)))]
+    data = [(case.batch(6), problems.numbers(case))]
     posterior = lw.fit(case.build(), data, lw.Gaussian(), method=lw.Full(), tuner=lw.tuners.LinearMode(mean="tangent"))
     assert posterior.network.shift is not None
     x = dense.jacobian(case.build(), case.batch(6), 6).flatten(0, 1)

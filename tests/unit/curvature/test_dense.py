@@ -211,10 +211,7 @@ CASE = BY_NAME["embedding"]
 
 
 def test_blocks_of_different_structures_do_not_add() -> None:
-    kron, mixed = (
-        lw.fit(CASE.build(), problems.batches(CASE), "classification", method=method, prior=1.0).posterior.curvature
-        for method in (lw.Kron(), lw.Diagonal())
-    )
+    kron, mixed = (problems.fit(CASE, method, prior=1.0).posterior.curvature for method in (lw.Kron(), lw.Diagonal()))
     with pytest.raises(lw.errors.UnsupportedError, match="do not add; expected the same structures"):
         _ = kron + mixed
 

@@ -38,9 +38,8 @@ TIGHT = lw.tuners.MaximiseEvidence(noise=True, tolerance=1e-10, max_steps=200)
 
 def targets(case: str, seed: int = 3) -> Tensor:
     """Outputs with noise of their own size each."""
-    shape = BY_NAME[case].outputs
-    y = torch.randn(6, *shape, dtype=D, generator=torch.Generator().manual_seed(seed))
-    return y * torch.logspace(-0.5, 0.5, shape[-1], dtype=D)
+    y = problems.numbers(BY_NAME[case], seed=seed)
+    return y * torch.logspace(-0.5, 0.5, y.shape[-1], dtype=D)
 
 
 def data(case: str) -> list[Any]:

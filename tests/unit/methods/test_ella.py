@@ -51,9 +51,7 @@ def anchors(index: list[int] | None = None) -> tuple[Anchors, Tensor]:
 
 
 def fitted(method: Any, case: str = "mlp", **options: Any) -> lw.Fitted:
-    chosen = BY_NAME[case]
-    options.setdefault("prior", 0.8)
-    return lw.fit(chosen.build(), problems.batches(chosen), problems.likelihood(chosen), method=method, **options)
+    return problems.fit(BY_NAME[case], method, **{"prior": 0.8, **options})
 
 
 # Directions.

@@ -170,7 +170,7 @@ def test_the_prior_over_weights_does_not_matter() -> None:
 def test_tokens_are_refused() -> None:
     case = BY_NAME["token_level"]
     with pytest.raises(lw.errors.UnsupportedError, match=r"FMGP\(\) takes outputs \(B, C\), not tokens \(B, T, C\)"):
-        lw.fit(case.build(), problems.batches(case), "classification", method=lw.FMGP())
+        problems.fit(case, lw.FMGP())
 
 
 @pytest.mark.parametrize("name", ["embedding", "tuple_input"])
@@ -179,7 +179,7 @@ def test_distances_need_numbers(name: str) -> None:
     with pytest.raises(
         lw.errors.UnsupportedError, match="needs inputs that are one tensor of real numbers; use kernel='features'"
     ):
-        lw.fit(case.build(), problems.batches(case), "classification", method=lw.FMGP(kernel="rbf"))
+        problems.fit(case, lw.FMGP(kernel="rbf"))
 
 
 def test_draws_and_ignored_targets_are_refused() -> None:

@@ -157,7 +157,7 @@ def test_tokens_and_other_inputs() -> None:
         case = BY_NAME[name]
         models = [case.build(), *(reinitialise(case.build(), seed) for seed in (1, 2))]
         method = lw.baselines.Ensemble(models[1:])
-        posterior = lw.fit(models[0], problems.batches(case), problems.likelihood(case), method=method)
+        posterior = problems.fit(case, method, model=models[0])
         belief = posterior.functions(case.batch(2, seed=1))
         assert belief.cov.shape == (2, *case.outputs, case.outputs[-1])
         assert float(belief.variance.min()) > 0

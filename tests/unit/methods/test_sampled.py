@@ -201,9 +201,7 @@ def test_complete_noise_makes_everything_exact(prior: str) -> None:
 def test_functions_are_the_tangent_of_the_samples(name: str, count: int) -> None:
     """f + J z exactly; means, variances and covariances are those of these functions."""
     case = BY_NAME[name]
-    posterior = lw.fit(
-        case.build(), problems.batches(case), problems.likelihood(case), method=lw.Sampled(num_samples=count), prior=1.5
-    )
+    posterior = problems.fit(case, lw.Sampled(num_samples=count), prior=1.5)
     inputs = case.batch(3, seed=1)
     jac = dense.jacobian(case.build(), inputs, 3)
     f = torch.cat([dense.output(case.build(), dense.one(inputs, b)) for b in range(3)]).detach()

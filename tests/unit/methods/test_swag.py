@@ -236,7 +236,7 @@ def test_every_kind_of_network(case: Case) -> None:
     method = lw.baselines.SWAG(3, 2, learning_rate=1e-3, batch_size=2, samples=3)
 
     def run() -> lw.Fitted:
-        return lw.fit(model, problems.batches(case), problems.likelihood(case), method=method)
+        return problems.fit(case, method, model=model)
 
     found = problems.unchanged(model, run)
     inputs = case.batch(3, seed=1)

@@ -105,7 +105,7 @@ def test_energies_without_a_closed_form() -> None:
 def test_tokens_have_no_predictive_to_learn_by() -> None:
     case = BY_NAME["token_level"]
     with pytest.raises(lw.errors.UnsupportedError, match=r"token-level outputs \(B, T, C\).* Use alpha=0"):
-        lw.fit(case.build(), problems.batches(case), "classification", method=lw.VaLLA(4, alpha=1.0))
+        problems.fit(case, lw.VaLLA(4, alpha=1.0))
 
 
 def test_ignored_targets_have_no_predictive() -> None:
@@ -232,8 +232,7 @@ def test_all_data_are_exact_under_a_weak_prior_too(precision: float, noise: floa
 def test_inputs_without_a_gradient_keep_their_points(name: str, way: str | None) -> None:
     """For integers and several tensors the points are rows of the data, as with "none"."""
     case = BY_NAME[name]
-    fit = lambda o: lw.fit(case.build(), problems.batches(case), problems.likelihood(case), prior=0.8,
-                           method=lw.VaLLA(4, optimiser=o, steps=3))  # fmt: skip
+    fit = lambda o: problems.fit(case, lw.VaLLA(4, optimiser=o, steps=3), prior=0.8)
     one, other = fit(way), fit("none")
     x = case.batch(3, seed=1)
     assert_close(one.functions(x).cov, other.functions(x).cov)
@@ -243,17 +242,14 @@ def test_inputs_without_a_gradient_keep_their_points(name: str, way: str | None)
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_fixed_points_learn_the_prior_too(alpha: float) -> None:
     case = BY_NAME["embedding"]
-    posterior = lw.fit(case.build(), problems.batches(case), problems.likelihood(case),
-                   method=lw.VaLLA(4, alpha=alpha, optimiser="adam", steps=5))  # fmt: skip
+    posterior = problems.fit(case, lw.VaLLA(4, alpha=alpha, optimiser="adam", steps=5))
     assert float(posterior.prior.values) != 1.0
     assert not posterior.base.curvature.anchors.inputs.is_floating_point()
 
 
 def test_a_network_without_rules_keeps_its_points_if_asked() -> None:
     case = BY_NAME["weight_norm"]
-    fit = lambda o: lw.fit(
-        case.build(), problems.batches(case), "classification", prior=0.8, method=lw.VaLLA(4, optimiser=o)
-    )
+    fit = lambda o: problems.fit(case, lw.VaLLA(4, optimiser=o), prior=0.8)
     for way in ("lbfgs", "adam"):
         with pytest.raises(lw.errors.ModelError, match=r"has no rule .* keep the inputs where they are"):
             fit(way)

@@ -34,11 +34,6 @@ def by_layer(model: nn.Module) -> PerLayer:
     return lw.per_layer(dict(zip(names, torch.logspace(-1, 1, len(names)).tolist(), strict=True)))
 
 
-def regression(case: Case, seed: int = 3) -> list[Any]:
-    y = torch.randn(6, *case.outputs, dtype=D, generator=torch.Generator().manual_seed(seed))
-    return problems.split(case.batch(6), y, problems.SIZES)
-
-
 def assert_same(one: lw.Fitted, full: lw.Fitted, inputs: Any) -> None:
     """Covariances within and across inputs, evidence, the weights' own covariance, effective parameters."""
     belief, exact = one.functions(inputs), full.functions(inputs)
@@ -75,7 +70,7 @@ def test_full(name: str, kind: str) -> None:
 @pytest.mark.parametrize(("name", "kind"), [*zip(["mlp", "token_level", "squeezed"], PRIORS, strict=True)])
 def test_regression_with_noise_from_the_residuals(name: str, kind: str) -> None:
     case = BY_NAME[name]
-    options: dict[str, Any] = {"data": regression(case), "likelihood": lw.Gaussian()}
+    options: dict[str, Any] = {"data": problems.number_batches(case), "likelihood": lw.Gaussian()}
     one, full = (fitted(case, method, PRIORS[kind], **dict(options)) for method in (lw.KernelSpace(), lw.Full()))
     assert float(one.likelihood.dispersion) == pytest.approx(float(full.likelihood.dispersion), rel=1e-12)
     assert_same(one, full, case.batch(3, seed=1))
@@ -84,7 +79,7 @@ def test_regression_with_noise_from_the_residuals(name: str, kind: str) -> None:
 @pytest.mark.parametrize("std", [0.5, (0.5, 1.0, 2.0)], ids=["one", "each"])
 def test_regression_with_given_noise(std: Any) -> None:
     case = BY_NAME["mlp"]
-    options: dict[str, Any] = {"data": regression(case), "likelihood": lw.Gaussian(noise_std=std)}
+    options: dict[str, Any] = {"data": problems.number_batches(case), "likelihood": lw.Gaussian(noise_std=std)}
     one, full = (fitted(case, method, 0.7, **dict(options)) for method in (lw.KernelSpace(), lw.Full()))
     assert_same(one, full, case.batch(3, seed=1))
 
@@ -117,11 +112,11 @@ def test_other_priors_and_noise_without_data(name: str) -> None:
     class Counting:
         def __iter__(self) -> Iterator[Any]:
             passes.append(1)
-            yield from regression(case)
+            yield from problems.number_batches(case)
 
     start = lw.fit(case.build(), Counting(), lw.Gaussian(), method=lw.KernelSpace(), prior=1.0)
     before = len(passes)
-    options: dict[str, Any] = {"data": regression(case), "likelihood": lw.Gaussian()}
+    options: dict[str, Any] = {"data": problems.number_batches(case), "likelihood": lw.Gaussian()}
     for prior in (20.0, by_layer(case.build()), lw.priors.g_prior(0.3)):
         assert_same(start.with_prior(prior), fitted(case, lw.Full(), prior, **dict(options)), case.batch(3, seed=1))
     noisy = start.posterior.problem.with_likelihood(start.likelihood.with_dispersion(torch.tensor(4.0, dtype=D)))
@@ -138,7 +133,7 @@ def test_the_evidence_has_the_same_optimum(likelihood: str, noise: bool) -> None
     case = BY_NAME["mlp"]
     options: dict[str, Any] = {}
     if likelihood == "gaussian":
-        options = {"data": regression(case), "likelihood": lw.Gaussian()}
+        options = {"data": problems.number_batches(case), "likelihood": lw.Gaussian()}
     tuner = lw.tuners.MaximiseEvidence(noise=noise)
     one, full = (fitted(case, m, None, tuner=tuner, **dict(options)) for m in (lw.KernelSpace(), lw.Full()))
     assert float(one.prior.values) == pytest.approx(float(full.prior.values), rel=1e-6)

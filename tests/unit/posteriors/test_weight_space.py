@@ -19,7 +19,7 @@ from lapwing.posteriors.base import Posterior
 from tests import problems
 from tests.cases import BY_NAME
 from tests.conformance.declared import small_method
-from tests.references import dense, kfac, structures
+from tests.references import dense, structures
 from tests.references.layout import assembled
 from tests.tolerances import SOLVED, assert_close
 
@@ -157,7 +157,7 @@ def test_tokens_of_interest(method: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_covariances_of_tokens_in_pieces_are_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token, and two runs of its outputs at a time."""
     case = BY_NAME["token_level"]
-    posterior = lw.fit(case.build(), problems.batches(case), "classification", method=lw.Full(), prior=2.0)
+    posterior = problems.fit(case, lw.Full(), prior=2.0)
     x = case.batch(3, seed=1)
     whole, seeds = posterior.functions(x).cov, counted(monkeypatch)
     with lw.memory.limited(1):
@@ -198,25 +198,16 @@ PAIRS = [(m, p) for m in METHODS for p in PRIORS if supported(m, p)]
 
 
 @cache
-def curvatures() -> dict[str, Tensor]:
-    """H of the small regression at unit noise, in every structure, by brute force."""
+def curvature_of(method: str) -> Tensor:
+    """H of the small regression at unit noise, in the structure of a method, by brute force."""
     model, x = MLP.build(), MLP.batch(6)
-    ggn = dense.ggn(dense.jacobian(model, x, 6), torch.eye(3, dtype=D).expand(6, 3, 3))
-    where = structures.layers(model)
-    factors = kfac.factors(model, x, lambda f: torch.eye(len(f), dtype=D), "expand")
-    return {
-        "full": ggn,
-        "diagonal": structures.diagonal(ggn),
-        "kron": structures.kron(factors, where),
-        "ekron": structures.ekron(ggn, factors, where),
-        "low_rank": ggn,
-    }
+    return structures.structured(method, dense.unit_ggn(model, x), model, x)
 
 
 def matrix_of(method: str, posterior: lw.Fitted) -> Tensor:
     """At a lower rank than the GGN's, what the eigenpairs span; that they are the leading ones is tested elsewhere."""
     if method != "low_rank_3":
-        return curvatures()[method]
+        return curvature_of(method)
     values, vectors = posterior.posterior.curvature.values, posterior.posterior.curvature.vectors
     assert len(values) == 3
     return vectors.T @ torch.diag(values) @ vectors
@@ -255,9 +246,7 @@ def precisions(method: str, prior: str, matrix: Tensor) -> Tensor:
 
 
 def regression(method: Any, prior: Any, dtype: torch.dtype = D, **options: Any) -> lw.Fitted:
-    y = torch.randn(6, 3, dtype=D, generator=torch.Generator().manual_seed(3)).to(dtype)
-    data = problems.split(MLP.batch(6, dtype), y, (3, 1, 2))
-    noise = lw.Gaussian(noise_std=math.sqrt(NOISE))
+    data, noise = problems.number_batches(MLP, dtype), lw.Gaussian(noise_std=math.sqrt(NOISE))
     return lw.fit(MLP.build(dtype), data, noise, method=method, prior=prior, **options)
 
 
@@ -293,7 +282,7 @@ def test_gamma_is_the_slope_of_the_log_determinant(method: str) -> None:
 @pytest.mark.parametrize("method", ["full", "diagonal", "low_rank"])
 def test_gamma_of_single_weights(method: str) -> None:
     chosen = torch.tensor([1, 5, 40, 66, 77, 82])
-    ggn = curvatures()["full"][chosen][:, chosen]
+    ggn = curvature_of("full")[chosen][:, chosen]
     matrix = torch.diag(ggn.diagonal()) if method == "diagonal" else ggn
     shares = torch.linalg.solve(matrix / NOISE + 0.6 * torch.eye(6, dtype=D), matrix / NOISE).diagonal()
     method_of_six = lw.LowRank(rank=6) if method == "low_rank" else METHODS[method]
@@ -380,8 +369,7 @@ def test_solves_and_variances_are_the_dense_inverse(method: str, prior: str) -> 
 def test_solves_and_variances_of_other_blocks(case: str, method: str) -> None:
     """Groups, lookups, norms, recurrent weights, turned kernels: blocks and theta have different orders."""
     chosen = BY_NAME[case]
-    fitted = lw.fit(chosen.build(), problems.batches(chosen), problems.likelihood(chosen), method=METHODS[method],
-                    prior=lw.per_layer(0.6))  # fmt: skip
+    fitted = problems.fit(chosen, METHODS[method], prior=lw.per_layer(0.6))
     fitted = fitted.with_prior(lw.per_layer(torch.linspace(0.2, 2, len(fitted.prior.values), dtype=D)))
     precision = assembled(fitted.posterior.curvature) + torch.diag(fitted.prior.vector)
     assert_inverse(fitted.posterior.precision, precision)
@@ -390,7 +378,7 @@ def test_solves_and_variances_of_other_blocks(case: str, method: str) -> None:
 @pytest.mark.parametrize("chosen", [torch.tensor([1, 5, 40, 66, 77, 82]), torch.arange(83) % 4 == 1])
 @pytest.mark.parametrize("method", ["full", "diagonal", "low_rank"])
 def test_solves_and_variances_of_single_weights(method: str, chosen: Tensor) -> None:
-    ggn = curvatures()["full"][chosen][:, chosen]
+    ggn = curvature_of("full")[chosen][:, chosen]
     matrix = torch.diag(ggn.diagonal()) if method == "diagonal" else ggn
     each = torch.linspace(0.2, 2, len(ggn), dtype=D)
     fitted = regression(METHODS[method], lw.priors.diagonal(each), weights=lw.subnetwork(chosen))

@@ -29,10 +29,6 @@ VALUES = (0.03, 0.1, 0.4, 1.0, 3.0, 20.0, 100.0)
 HELD = (2, 4, 1)
 
 
-def normal_targets(case: Case, size: int, seed: int) -> Tensor:
-    return torch.randn(size, *case.outputs, dtype=D, generator=torch.Generator().manual_seed(seed))
-
-
 def split(case: Case, targets: Callable[[int, int], Tensor]) -> tuple[list[Any], list[Any]]:
     """Training data and held-out data, both in unequal batches."""
     return (
@@ -42,16 +38,16 @@ def split(case: Case, targets: Callable[[int, int], Tensor]) -> tuple[list[Any],
 
 
 LIKELIHOODS: dict[str, tuple[Case, Any, Callable[[int, int], Tensor]]] = {
-    "regression": (MLP, lw.Gaussian(), lambda n, s: normal_targets(MLP, n, s)),
-    "noise for each output": (MLP, lw.Gaussian(per_output=True), lambda n, s: normal_targets(MLP, n, s)),
-    "one output": (SINGLE, lw.Gaussian(noise_std=0.5), lambda n, s: normal_targets(SINGLE, n, s)),
+    "regression": (MLP, lw.Gaussian(), lambda n, s: problems.numbers(MLP, n, s)),
+    "noise for each output": (MLP, lw.Gaussian(per_output=True), lambda n, s: problems.numbers(MLP, n, s)),
+    "one output": (SINGLE, lw.Gaussian(noise_std=0.5), lambda n, s: problems.numbers(SINGLE, n, s)),
     "classification": (MLP, lw.Categorical(), lambda n, s: problems.targets(MLP, n, s)),
     "class weights": (MLP, lw.Categorical(class_weights=(1.0, 0.2, 3.0)), lambda n, s: problems.targets(MLP, n, s)),
     "bridge": (MLP, lw.Categorical(link="bridge"), lambda n, s: problems.targets(MLP, n, s)),
     "binary": (SINGLE, lw.Bernoulli(), lambda n, s: problems.targets(SINGLE, n, s)),
     "several labels": (MLP, lw.Bernoulli(), lambda n, s: torch.randint(0, 2, (n, 3))),
     "tokens": (TOKENS, lw.Categorical(), lambda n, s: problems.targets(TOKENS, n, s)),
-    "token regression": (TOKENS, lw.Gaussian(), lambda n, s: normal_targets(TOKENS, n, s)),
+    "token regression": (TOKENS, lw.Gaussian(), lambda n, s: problems.numbers(TOKENS, n, s)),
     "counts": (MLP, lw.Poisson(), lambda n, s: torch.randint(0, 4, (n, 3))),
 }
 

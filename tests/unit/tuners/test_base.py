@@ -53,10 +53,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def regression(method: Any, prior: Any = None, case: str = "mlp", **likelihood: Any) -> lw.Fitted:
     chosen = BY_NAME[case]
-    x = chosen.batch(6)
-    y = torch.randn(6, *chosen.outputs, dtype=D, generator=torch.Generator().manual_seed(3))
-    data = problems.split(x, y, (3, 1, 2))
-    return lw.fit(chosen.build(), data, lw.Gaussian(**likelihood), method=method, prior=prior)
+    return lw.fit(
+        chosen.build(), problems.number_batches(chosen), lw.Gaussian(**likelihood), method=method, prior=prior
+    )
 
 
 def posterior_at(fitted: lw.Fitted, kind: str, log_precision: Tensor, log_noise: Tensor) -> Any:
@@ -109,9 +108,8 @@ def test_kron_gradient_in_a_prior_by_input() -> None:
 def test_value_is_the_laplace_evidence(name: str) -> None:
     """log p(D | w̃) + log p(w̃) + P/2 log 2π - ½ log det Λ, term by term."""
     fitted = regression(METHODS[name], prior=0.5, noise_std=0.75)
-    model, case = BY_NAME["mlp"].build(), BY_NAME["mlp"]
-    x = case.batch(6)
-    y = torch.randn(6, 3, dtype=D, generator=torch.Generator().manual_seed(3))
+    case = BY_NAME["mlp"]
+    model, x, y = case.build(), case.batch(6), problems.numbers(case)
     theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     fit = torch.distributions.Normal(model(x), 0.75).log_prob(y).sum()
     prior = torch.distributions.Normal(torch.zeros((), dtype=D), 0.5**-0.5).log_prob(theta).sum()
@@ -127,7 +125,7 @@ def test_default_fit_ends_at_the_optimum(name: str, likelihood: str) -> None:
         fitted = regression(METHODS[name])
     else:
         case = BY_NAME["mlp"]
-        fitted = lw.fit(case.build(), problems.batches(case), "classification", method=METHODS[name])
+        fitted = problems.fit(case, METHODS[name])
     assert isinstance(fitted.prior.given, Isotropic)
     best = fitted.log_evidence()
     at = fitted.prior.values.log()
@@ -280,27 +278,16 @@ ASCEND_METHODS: dict[str, Any] = {"full": lw.Full(), "kron": lw.Kron(), "diagona
 LAYERS = torch.tensor([0] * 30 + [1] * 35 + [2] * 18)  # of the MLP's 83 weights
 
 
-def setting() -> tuple[nn.Module, Tensor, Tensor]:
-    case = BY_NAME["mlp"]
-    return case.build(), case.batch(6), torch.randn(6, 3, dtype=D, generator=torch.Generator().manual_seed(3))
-
-
-def ascend_regression(method: Any = None, prior: Any = 2.0, **likelihood: Any) -> lw.Fitted:
-    model, x, y = setting()
-    data = problems.split(x, y, (3, 1, 2))
-    return lw.fit(model, data, lw.Gaussian(**likelihood), method=method or lw.Full(), prior=prior)
-
-
 def at_its_mean(start: float) -> lw.Fitted:
     """Weights at the prior mean and data without noise: the evidence rises with the precision without end."""
-    theta = torch.cat([p.detach().reshape(-1) for p in setting()[0].parameters()])
-    return ascend_regression(prior=lw.isotropic(start, mean=theta), noise_std=1e-7)
+    theta = torch.cat([p.detach().reshape(-1) for p in BY_NAME["mlp"].build().parameters()])
+    return regression(lw.Full(), lw.isotropic(start, mean=theta), noise_std=1e-7)
 
 
 @pytest.mark.parametrize("name", list(ASCEND_METHODS))
 def test_the_evidence_rises(name: str) -> None:
     """Small steps from a precision of 2 in all layers raise the evidence; the last step of the trace is the result."""
-    before = ascend_regression(ASCEND_METHODS[name], lw.per_layer(2.0))
+    before = regression(ASCEND_METHODS[name], lw.per_layer(2.0))
     after = problems.unchanged(before.network.model, lambda: before.tuned(lw.tuners.Ascend(steps=40, rate=0.01)))
     assert after.trace is not None
     scores = [step.score for step in after.trace.steps]
@@ -316,7 +303,8 @@ def test_the_evidence_rises(name: str) -> None:
 @pytest.mark.parametrize("noise", [False, True])
 def test_it_is_adam_on_the_dense_evidence(noise: bool) -> None:
     """Seven steps by Adam's formulas on the evidence over the number of weights, in all logarithms at once."""
-    model, x, y = setting()
+    case = BY_NAME["mlp"]
+    model, x, y = case.build(), case.batch(6), problems.numbers(case)
     reference = Linearised.of("gaussian", model, x, y)
     residual = (model(x) - y).detach().square().mean()
 
@@ -327,14 +315,14 @@ def test_it_is_adam_on_the_dense_evidence(noise: bool) -> None:
 
     start = torch.stack([torch.tensor(2.0, dtype=D)] * 3 + [residual] * noise).log()
     expected = adam(slope, start, [0.2] * 7).exp()
-    tuned = ascend_regression(prior=lw.per_layer(2.0)).tuned(lw.tuners.Ascend(steps=7, rate=0.2, noise=noise))
+    tuned = regression(lw.Full(), prior=lw.per_layer(2.0)).tuned(lw.tuners.Ascend(steps=7, rate=0.2, noise=noise))
     assert_close(tuned.prior.values, expected[:3], 0.5)
     assert_close(tuned.likelihood.dispersion, expected[3] if noise else residual, 0.5)
     assert float((expected[:3] - 2).abs().min()) > 0.1  # it went somewhere
 
 
 def test_no_steps_change_nothing() -> None:
-    assert ascend_regression(prior=2.0).tuned(lw.tuners.Ascend(steps=0)).prior.values.item() == pytest.approx(
+    assert regression(lw.Full(), prior=2.0).tuned(lw.tuners.Ascend(steps=0)).prior.values.item() == pytest.approx(
         2.0, rel=1e-15
     )
 

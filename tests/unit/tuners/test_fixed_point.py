@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from tests import problems
 from tests.cases import BY_NAME
-from tests.references import dense, kfac, structures
+from tests.references import dense, structures
 from tests.references.linear_regression import regress
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.tuners.settings import failing
@@ -35,30 +35,18 @@ PAIRS = [
 ]  # fmt: skip
 
 
-def targets() -> Tensor:
-    return torch.randn(6, 3, dtype=D, generator=torch.Generator().manual_seed(3))
-
-
-def regression(method: Any, prior: Any = 1.0, dtype: torch.dtype = D, **likelihood: Any) -> lw.Fitted:
-    data = problems.split(MLP.batch(6, dtype), targets().to(dtype), (3, 1, 2))
-    return lw.fit(MLP.build(dtype), data, lw.Gaussian(**likelihood), method=method, prior=prior)
+def regression(method: Any, prior: Any = 1.0, **likelihood: Any) -> lw.Fitted:
+    return lw.fit(MLP.build(), problems.number_batches(MLP), lw.Gaussian(**likelihood), method=method, prior=prior)
 
 
 def classifier(method: Any, prior: Any = 1.0) -> lw.Fitted:
-    return lw.fit(MLP.build(), problems.batches(MLP), "classification", method=method, prior=prior)
+    return problems.fit(MLP, method, prior=prior)
 
 
 def unit_curvature(method: str) -> Tensor:
     """H of the regression at unit noise by brute force."""
     model, x = MLP.build(), MLP.batch(6)
-    ggn = dense.ggn(dense.jacobian(model, x, 6), torch.eye(3, dtype=D).expand(6, 3, 3))
-    where = structures.layers(model)
-    if method in ("full", "low_rank"):
-        return ggn
-    if method == "diagonal":
-        return structures.diagonal(ggn)
-    factors = kfac.factors(model, x, lambda f: torch.eye(len(f), dtype=D), "expand")
-    return structures.kron(factors, where) if method == "kron" else structures.ekron(ggn, factors, where)
+    return structures.structured(method, dense.unit_ggn(model, x), model, x)
 
 
 def theta() -> Tensor:
@@ -85,7 +73,7 @@ def test_it_stands_still_where_mackay_says(method: str, prior: str) -> None:
         a.sum() / b.sum() for a, b in zip(shares.split(groups), centred.split(groups), strict=True)
     ])  # fmt: skip
     assert_close(tuned.prior.values.reshape(-1) / expected, torch.ones(len(groups), dtype=D), 0.33)
-    squares = float((targets() - MLP.build()(MLP.batch(6)).detach()).square().sum())
+    squares = float((problems.numbers(MLP) - MLP.build()(MLP.batch(6)).detach()).square().sum())
     assert phi == pytest.approx(squares / (18 - float(shares.sum())), rel=1e-5)
     assert tuned.trace.steps[-1].gamma == pytest.approx(float(shares.sum()), rel=1e-6)
     assert tuned.effective_parameters().total == pytest.approx(float(shares.sum()), rel=1e-7)
@@ -157,7 +145,7 @@ def test_from_anywhere_to_the_same_place(start: float) -> None:
 @pytest.mark.parametrize("method", ["diagonal", "kron"])
 def test_where_a_structure_counts_more_weights_than_data(method: str) -> None:
     """γ of a structure that ignores correlations may exceed N C = 9; SSE / (N C - γ) would be negative."""
-    x, y = MLP.batch(3), targets()[:3]
+    x, y = MLP.batch(3), problems.numbers(MLP)[:3]
     start = lw.fit(MLP.build(), [(x, y)], lw.Gaussian(), method=METHODS[method], prior=1e-4)
     assert start.effective_parameters().total > 9
     tuned = start.tuned(lw.tuners.FixedPoint())
@@ -185,7 +173,7 @@ def unbiased() -> lw.Fitted:
     model = nn.Linear(4, 3).double()
     nn.init.zeros_(model.bias)
     prior = lw.grouped({"weight": 1.0, "bias": 1.0})
-    return lw.fit(model, [(MLP.batch(6), targets())], lw.Gaussian(), method=lw.Full(), prior=prior)
+    return lw.fit(model, [(MLP.batch(6), problems.numbers(MLP))], lw.Gaussian(), method=lw.Full(), prior=prior)
 
 
 def test_a_precision_that_runs_away_is_refused_with_the_last_good_value() -> None:

@@ -16,7 +16,7 @@ from lapwing.data.batches import Data
 from lapwing.tuners.linear_mode import ModeSolver
 from tests import problems
 from tests.cases import BY_NAME
-from tests.references import dense, kfac, structures
+from tests.references import dense, structures
 from tests.references.tangent import Tangent
 from tests.tolerances import SOLVED, assert_close
 from tests.unit.tuners.linear_mode_problems import MEANS, METHODS, D
@@ -72,18 +72,12 @@ def reference(kind: str) -> Tangent:
 @cache
 def unit_curvature(kind: str, method: str) -> Tensor:
     """H at w̃ in the structure of a method, by brute force."""
-    exact = reference(kind)
-    ggn = exact.curvature(exact.w)
-    if method == "full":
-        return ggn
-    if method == "diagonal":
-        return torch.diag(ggn.diagonal())
+    exact, model = reference(kind), MLP.build()
     roots = {
         "gaussian": lambda f: torch.eye(3, dtype=D), "categorical": lambda f: rooted(dense.softmax_hessian(f)),
         "bernoulli": lambda f: dense.sigmoid_hessian(f).sqrt(), "poisson": lambda f: torch.diag((0.5 * f).exp()),
     }  # fmt: skip
-    model = MLP.build()
-    return structures.kron(kfac.factors(model, MLP.batch(20), roots[kind], "expand"), structures.layers(model))
+    return structures.structured(method, exact.curvature(exact.w), model, MLP.batch(20), roots[kind])
 
 
 def rooted(matrix: Tensor) -> Tensor:
@@ -167,8 +161,7 @@ def test_a_small_promise_is_not_the_end() -> None:
 @pytest.mark.parametrize("name", ["attention", "gru", "token_level", "resnet_batchnorm"])
 def test_other_networks(name: str) -> None:
     case = BY_NAME[name]
-    fitted = lw.fit(case.build(), problems.batches(case), "classification", method=lw.Full(), prior=1.0,
-                    tuner=lw.tuners.LinearMode())  # fmt: skip
+    fitted = problems.fit(case, lw.Full(), prior=1.0, tuner=lw.tuners.LinearMode())
     exact = Tangent.of("categorical", case.build(), case.batch(6), problems.targets(case, 6))
     vector, theta = fitted.prior.vector, fitted.posterior.mode.theta
     assert float((exact.objective_slope(theta, vector) / vector.sqrt()).abs().max()) <= 1e-4

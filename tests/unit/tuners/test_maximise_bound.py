@@ -26,12 +26,8 @@ KINDS = ["isotropic", "per_layer", "diagonal", "grouped", "g"]
 PICKED = torch.tensor([0, 3, 7, 23, 25, 31, 60, 80])  # of the MLP's 83: from every layer, weights and biases
 
 
-def gaussian_targets(case: Case, size: int = 6) -> Tensor:
-    return torch.randn(size, *case.outputs, dtype=D, generator=torch.Generator().manual_seed(3))
-
-
 def problem(case: Case, kind: str, size: int = 6) -> tuple[nn.Module, Any, Tensor]:
-    y = gaussian_targets(case, size) if kind == "gaussian" else problems.targets(case, size)
+    y = problems.numbers(case, size) if kind == "gaussian" else problems.targets(case, size)
     return case.build(), case.batch(size), y
 
 
