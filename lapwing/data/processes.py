@@ -164,11 +164,7 @@ class Processes:
                 rows = torch.empty(0, *known[0][0][1:], dtype=known[0][1])
         assert rows is not None
         self._announce("rows", sum(counts))
-        padded = rows.detach().new_zeros(max(counts), *rows.shape[1:], device=self._home)
-        padded[: len(rows)] = rows.detach()
-        parts = [torch.empty_like(padded) for _ in counts]
-        self._run_exchange(lambda: dist.all_gather(parts, padded, group=self.group))
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).to(device or "cpu")
+        return torch.cat(self._all_gather(rows.detach(), counts)).to(device or "cpu")
 
     def first_available(self, value: T | None) -> T | None:
         """Return the value; where it is None, that of the first process that has one."""
@@ -266,10 +262,16 @@ class Processes:
         )
 
     def _exchange_words(self, word: tuple[int, int, int, int]) -> list[list[int]]:
-        own = torch.tensor(word, dtype=torch.int64, device=self._home)
-        words = [torch.empty_like(own) for _ in range(self.size)]
-        self._run_exchange(lambda: dist.all_gather(words, own, group=self.group))
+        words = self._all_gather(torch.tensor(word, dtype=torch.int64), [len(word)] * self.size)
         return torch.stack(words).tolist()
+
+    def _all_gather(self, own: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Return the rows of every process, each so many; they are sent in tensors of equal length."""
+        padded = own.new_zeros(max(counts), *own.shape[1:], device=self._home)
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in counts]
+        self._run_exchange(lambda: dist.all_gather(parts, padded, group=self.group))
+        return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
     def _report_error(self, error: BaseException) -> None:
         """Tell the others of an error; raise it as the error of all, unless all have the same."""
@@ -295,11 +297,7 @@ class Processes:
             sizes = [size for size, _ in self._announce(act, len(own))]
         else:
             sizes = [word[2] for word in self._exchange_words((1, 0, len(own), 0))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._home)
-        padded[: len(own)] = own
-        parts = [torch.empty_like(padded) for _ in sizes]
-        self._run_exchange(lambda: dist.all_gather(parts, padded, group=self.group))
-        return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        return [pickle.loads(part.cpu().numpy().tobytes()) for part in self._all_gather(own, sizes)]
 
     def _with_zeros(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the tensors with zeros in the place of those that only other processes know."""

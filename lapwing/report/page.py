@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
@@ -159,11 +159,12 @@ def _draw_pictures(
     """Return pictures of predictions, pictures of what was learned, reasons why some are missing, and numbers."""
     numbers: dict[str, Any] = {}
     pictures, learned, missing = [], [], []
-    band = band_picture(posterior, looked)
-    for picture, values in [*score_pictures(evaluation), *([] if band is None else [band])]:
+    band, each = band_picture(posterior, looked), evaluation.by_network
+    first = _intervals(each) if isinstance(each["posterior"], Residuals) else _reliability(each)
+    for picture, values in [first, _risk(each), *([] if band is None else [band])]:
         pictures.append(picture)
         numbers[picture.name] = values
-    for shown, name, values in learned_pictures(posterior):
+    for shown, name, values in (_gamma(posterior), _evidence(posterior), _trace(posterior)):
         if isinstance(shown, Picture):
             learned.append(shown)
         else:
@@ -282,13 +283,6 @@ def inline_svg(name: str, ax: Axes, alt: str) -> str:
 SIZE = (4.0, 3.1)  # inches: text stays readable on a phone
 
 
-def score_pictures(evaluation: Evaluation) -> Iterator[tuple[Picture, Any]]:
-    """Yield pictures of predictions beside targets, of the plain network and the posterior, each with its numbers."""
-    each = evaluation.by_network
-    yield _intervals(each) if isinstance(each["posterior"], Residuals) else _reliability(each)
-    yield _risk(each)
-
-
 def _intervals(each: Mapping[str, Any]) -> tuple[Picture, Any]:
     coverages = {name: found.coverage(LEVELS).tolist() for name, found in each.items()}
     inside = {name: percent(values[LEVELS.index(0.9)]) for name, values in coverages.items()}
@@ -349,14 +343,8 @@ def band_picture(posterior: Fitted, looked: UncertainInputs) -> tuple[Picture, A
     return _picture("band", alt, ax), {k: v.detach().cpu().tolist() for k, v in numbers.items()}
 
 
-def learned_pictures(posterior: Fitted) -> Iterator[tuple[Picture | str, str, Any]]:
-    """Yield what was learned: a picture, or the reason why there is none, a name, and its numbers."""
-    yield _gamma(posterior)
-    yield _evidence(posterior)
-    yield _trace(posterior)
-
-
 def _gamma(posterior: Fitted) -> tuple[Picture | str, str, Any]:
+    """Return the picture of what each layer learned, or the reason why there is none, a name, and its numbers."""
     try:
         found = posterior.effective_parameters()
     except LapwingError as error:

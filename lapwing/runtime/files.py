@@ -20,7 +20,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -153,13 +154,7 @@ def write(path: str | Path, state: State) -> None:
     for name in order:
         digest.update(_bytes(tensors[name]))
     signed = header.replace(BLANK.encode(), digest.hexdigest().encode(), 1)
-    write_atomically(path, _chunks(signed, [tensors[name] for name in order]))
-
-
-def _chunks(header: bytes, tensors: list[Tensor]) -> Iterator[bytes | memoryview]:
-    yield len(header).to_bytes(8, "little") + header
-    for tensor in tensors:
-        yield _bytes(tensor)
+    write_atomically(path, chain([len(header).to_bytes(8, "little"), signed], (_bytes(tensors[n]) for n in order)))
 
 
 def _bytes(tensor: Tensor) -> memoryview:
