@@ -416,10 +416,19 @@ def check_validation(run: FitInProgress) -> None:
 def learn_needed_prior(run: FitInProgress) -> None:
     """Learn the prior beforehand for a method without an evidence; a tuner that follows the evidence runs later."""
     run.late_tuner = run.tuner
-    if run.chosen.needs_prior:
-        run.late_tuner = run.tuner if follows_evidence(run.tuner) else None
-        tuner = None if run.late_tuner else run.tuner
-        run.problem = learn_prior_beforehand(run.problem, tuner, run.data, run.generator)
+    if not run.chosen.needs_prior:
+        return
+    run.late_tuner = run.tuner if follows_evidence(run.tuner) else None
+    tuner = None if run.late_tuner else run.tuner
+    if run.problem.learn_prior:
+        method = Kron() if run.problem.network.selection.index is None else Diagonal()
+        early = method.fit(run.problem, run.data, run.generator)
+        run.problem = learn_precision(early, tuner, run.data).problem.with_known_prior()
+    elif tuner is not None:
+        raise UnsupportedError(
+            "this method has no evidence for a tuner to use, and the prior was given; leave out the tuner, or the "
+            "prior, which is then learned beforehand."
+        )
 
 
 def compute_posterior(run: FitInProgress) -> None:
@@ -461,12 +470,16 @@ def average(run: FitInProgress) -> None:
 def note_findings(run: FitInProgress) -> None:
     """Add what was noticed: biased classes, loaders that change, rows used twice, other units, unused weights."""
     network, likelihood = run.problem.network, run.posterior.base.problem.likelihood
-    run.posterior = offsets.warn_if_biased(run.posterior, run.data, run.first)
-    remarks = (*run.reused.findings, *_unused_parameters(network))
+    posterior = offsets.warn_if_biased(run.posterior, run.data, run.first)
+    held_out = run.held_out.findings if run.held_out else ()
+    remarks = (*run.data.findings, *held_out, *run.reused.findings, *_unused_parameters(network))
     if run.held_out is not None and likelihood.noise_variance is not None:
         held = offsets.HeldOutputs.of(network, likelihood, run.held_out, ROWS_FOR_UNITS)
-        remarks += warn_of_units(run.posterior, held.f, held.y - held.f, run.held_out.name)
-    run.posterior = attach_findings(run.posterior, run.data, run.held_out, remarks)
+        remarks += warn_of_units(posterior, held.f, held.y - held.f, run.held_out.name)
+    if not run.processes.is_single_process:
+        posterior.prepare()  # so that a process can predict without the others
+    everywhere = (remark for each in run.processes.gather_values(remarks) for remark in each)
+    run.posterior = offsets.with_findings(posterior, tuple(dict.fromkeys(everywhere)))
 
 
 def _unused_parameters(network: Network) -> tuple[str, ...]:
@@ -502,24 +515,6 @@ def choose_by_cost(auto: Auto, problem: Problem, data: Data) -> tuple[Method, st
         selection.size, rows, workload.single, problem.learn_prior, workload, classes
     )
     return choice.method, choice.why
-
-
-def learn_prior_beforehand(
-    problem: Problem, tuner: Tuner | None, data: Data, generator: torch.Generator | None
-) -> Problem:
-    """Return the problem with a prior for a method without an evidence: the given one, or one learned beforehand.
-
-    It is learned by the evidence of ``Kron``, or of ``Diagonal`` where single weights are selected.
-    """
-    if problem.learn_prior:
-        method = Kron() if problem.network.selection.index is None else Diagonal()
-        return learn_precision(method.fit(problem, data, generator), tuner, data).problem.with_known_prior()
-    if tuner is not None:
-        raise UnsupportedError(
-            "this method has no evidence for a tuner to use, and the prior was given; leave out the tuner, or the "
-            "prior, which is then learned beforehand."
-        )
-    return problem
 
 
 def learn_precision(posterior: Posterior, tuner: Tuner | None, data: Data) -> Posterior:
@@ -631,12 +626,3 @@ def _agreed_scale(posterior: Posterior, exact: Posterior, data: Data) -> float:
     assert everywhere is not None
     wide, own = everywhere.median(0).values.tolist()
     return math.sqrt(min(1.0, wide / own)) if own > 0 else 1.0
-
-
-def attach_findings(posterior: Posterior, data: Data, held_out: Data | None, more: tuple[str, ...] = ()) -> Posterior:
-    """Return the posterior with the remarks on the data of all processes, and ``more``, after those of its tuner."""
-    processes = data.processes
-    if not processes.is_single_process:
-        posterior.prepare()  # so that a process can predict without the others
-    remarks = processes.gather_values((*data.findings, *(held_out.findings if held_out else ()), *more))
-    return offsets.with_findings(posterior, tuple(dict.fromkeys(remark for each in remarks for remark in each)))

@@ -123,14 +123,12 @@ def _pack_parameter(entries: Mapping[str, Any]) -> State:
         elif name in LISTS and value:
             tensors[name] = torch.stack(list(value)).cpu()
         elif name in ("t", "H_diag") and value is not None:  # a tensor or a number
-            tensors[name] = torch.tensor(value if type(value) is int else [value], dtype=_dtype(value))
+            is_whole = type(value) is int
+            dtype = torch.int64 if is_whole else torch.float64
+            tensors[name] = torch.tensor(value if is_whole else [value], dtype=dtype)
         elif value is not None and name != UNSAVED and name not in LISTS:
             settings[name] = value
     return State("parameter", settings, tensors)
-
-
-def _dtype(value: float) -> torch.dtype:
-    return torch.int64 if type(value) is int else torch.float64
 
 
 def unpack_optimiser(name: str, state: State, parameters: Sequence[nn.Parameter]) -> dict[int, dict[str, Any]]:

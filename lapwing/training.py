@@ -163,8 +163,12 @@ class TrainingState:
             epoch=Whole(), history=ListOf(_EPOCH), precision=PRECISION, noise=NOISE, weights=unread, optimiser=unread,
             recipe=unread, best=Maybe(unread),
         )  # fmt: skip
-        _refuse_wrong_recipe(fields["recipe"], fields["epoch"])
         count, size = fields["epoch"], fields["precision"].numel()
+        fields["recipe"].read(  # raises for settings that are not possible
+            optimiser=Text(tuple(OPTIMISERS)), seed=Whole(), epochs=Whole(max(1, count)), rate=ABOVE_ZERO,
+            last_rate=ABOVE_ZERO, burn_in=Whole(), frequency=Whole(1), keep_best=Flag(), method=Text(),
+            likelihood=Text(), prior=unread,
+        )  # fmt: skip
         if [epoch.number for epoch in fields["history"]] != list(range(count)):
             raise FileError(f"{count} epochs are finished and {len(fields['history'])} recorded; expected all in order")
         if any(len(epoch.precisions) not in (0, size) for epoch in fields["history"]):
@@ -184,15 +188,6 @@ def _weights(state: State) -> dict[str, Tensor]:
     if state.name != "weights" or state.settings or state.parts:
         raise FileError(f"the weights are a state {state.name!r:.40} with settings or parts; expected tensors alone")
     return dict(state.tensors)
-
-
-def _refuse_wrong_recipe(recipe: State, epochs: int) -> None:
-    """Raise unless the settings of a recipe in a file are possible."""
-    recipe.read(
-        optimiser=Text(tuple(OPTIMISERS)), seed=Whole(), epochs=Whole(max(1, epochs)), rate=ABOVE_ZERO,
-        last_rate=ABOVE_ZERO, burn_in=Whole(), frequency=Whole(1), keep_best=Flag(), method=Text(), likelihood=Text(),
-        prior=Unread(),
-    )  # fmt: skip
 
 
 def refuse_other_recipe(seen: State, own: State, done: int) -> None:
