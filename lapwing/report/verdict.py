@@ -97,27 +97,27 @@ def _probabilities(evaluation: Evaluation, found: AnswerProbabilities) -> Answer
         f"of a class or label differs from its frequency by more than {points(CLOSE)} and {STANDARD_ERRORS:g} standard "
         "errors."
     )
-    question = "Is it calibrated?"
+    word, mark = "Yes", "good"
     if worst is not None:
         many, own, high = evaluation.class_count > 1, worst.probability, worst.gap.value > 0
         name = f"{'class' if found.of_classes else 'label'} {worst.number}" if many else "label one"
+        word, mark = "No", "bad"
         short = (
             f"are not calibrated: that of {name} is too {'high' if high else 'low'}, {percent(own)} on average where "
             f"{percent(worst.frequency)} is right"
         )
-        return Answer(question, "No", "bad", short, numbers, rule)
-    if error <= likely and abs(confidence - right) <= spread:
+    elif error <= likely and abs(confidence - right) <= spread:
         short = f"are calibrated, as far as {inputs:,} input{'s' * (inputs > 1)} can tell"
-        return Answer(question, "Yes", "good", short, numbers, rule)
-    if error <= CLOSE:
+    elif error <= CLOSE:
         short = f"are nearly calibrated, off by {points(error)} on average"
-        return Answer(question, "Yes", "good", short, numbers, rule)
-    kind = "overconfident" if confidence > right else "underconfident"
-    kind = kind if found.of_classes else "too high" if confidence > right else "too low"
-    short = f"are {kind} (they say {percent(confidence)} on average, and {percent(right)} {seen})"
-    if abs(confidence - right) <= spread:
-        short = f"are not calibrated (too high in places and too low in others, by {points(error)} on average)"
-    return Answer(question, "No", "bad", short, numbers, rule)
+    else:
+        word, mark = "No", "bad"
+        kind = "overconfident" if confidence > right else "underconfident"
+        kind = kind if found.of_classes else "too high" if confidence > right else "too low"
+        short = f"are {kind} (they say {percent(confidence)} on average, and {percent(right)} {seen})"
+        if abs(confidence - right) <= spread:
+            short = f"are not calibrated (too high in places and too low in others, by {points(error)} on average)"
+    return Answer("Is it calibrated?", word, mark, short, numbers, rule)
 
 
 def _biased_class(evaluation: Evaluation) -> ClassFrequency | None:
