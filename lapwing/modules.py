@@ -155,11 +155,8 @@ def _shared_axes(covariance: Tensor) -> SharedAxes | None:
     pairs = torch.einsum("ck,dk,ka->cda", outputs, outputs, weights)  # in two steps: one would form all six axes
     whole = torch.einsum("cda,ia,ja->icdj", pairs, inputs, inputs)
     gap = (whole - covariance).abs().max()
-    return (
-        SharedAxes(outputs, inputs, weights.clamp_min(0))
-        if bool(gap <= SAME_COVARIANCE * covariance.abs().max())
-        else None
-    )
+    is_same = bool(gap <= SAME_COVARIANCE * covariance.abs().max())
+    return SharedAxes(outputs, inputs, weights.clamp_min(0)) if is_same else None
 
 
 def _symmetric(matrix: Tensor) -> Tensor:

@@ -56,9 +56,7 @@ class Optimiser:
 
 def _adam(parameters: Sequence[nn.Parameter], number: int) -> dict[str, Field]:
     shape, dtype = tuple(parameters[number].shape), parameters[number].dtype
-    return {
-        "step": Array((), 1), "exp_avg": Array(shape, stored=dtype), "exp_avg_sq": Array(shape, 0, stored=dtype)
-    }  # fmt: skip
+    return {"step": Array((), 1), "exp_avg": Array(shape, stored=dtype), "exp_avg_sq": Array(shape, 0, stored=dtype)}
 
 
 def _sgd(parameters: Sequence[nn.Parameter], number: int) -> dict[str, Field]:

@@ -235,24 +235,19 @@ def predictions(
     """
     network, parts = posterior.network, list[Mapping[str, Tensor]]()
     stream = InputStream(batches, network.device, network.input_places, key, should_show_progress(None))
+    labels = posterior.likelihood.has_logits
     with torch.no_grad():
         for inputs in stream:
             predictive = posterior.predict(inputs)
-            columns = (
-                _of_labels(predictive, posterior) if posterior.likelihood.has_logits else _of_numbers(predictive, level)
-            )
+            columns = _of_labels(predictive, posterior) if labels else _of_numbers(predictive, level)
             parts.append({name: values.detach().cpu() for name, values in columns.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _of_labels(predictive: LabelPredictive, posterior: Fitted) -> dict[str, Tensor]:
     """Return the class where there is one out of several, the probabilities, and two measures of doubt in nats."""
-    probs = predictive.probs
-    choice = (
-        {"class": probs.argmax(1 if posterior.network.image else -1)}
-        if posterior.likelihood.ignores_common_shift
-        else {}
-    )
+    probs, exclusive = predictive.probs, posterior.likelihood.ignores_common_shift
+    choice = {"class": probs.argmax(1 if posterior.network.image else -1)} if exclusive else {}
     return {**choice, "probability": _narrow(probs), "entropy": predictive.entropy, "epistemic": predictive.epistemic}
 
 

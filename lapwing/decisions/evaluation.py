@@ -76,9 +76,7 @@ class ClassTotals:
     def of(cls, sums: ClassSums) -> ClassTotals:
         """Return the totals of one batch."""
         gap, data = sums.seen - sums.probability, sums.data.expand(sums.seen.shape)
-        parts = (
-            sums.probability, sums.seen, data, sums.variance, gap.square(), gap * data, data.square(),
-        )  # fmt: skip
+        parts = (sums.probability, sums.seen, data, sums.variance, gap.square(), gap * data, data.square())
         return cls(*(part.sum(0).cpu() for part in parts))
 
     def __add__(self, other: ClassTotals) -> ClassTotals:
@@ -288,9 +286,7 @@ def explain_scores(names: Sequence[str], task: str) -> list[str]:
         + says.removesuffix(LOWER)
         for name, (title, says) in words.items()
     ]
-    return [
-        "Lower is better where nothing else is said; a difference is undecided if its interval holds zero:", *lines
-    ]  # fmt: skip
+    return ["Lower is better where nothing else is said; a difference is undecided if its interval holds zero:", *lines]
 
 
 def title_of(inputs: int, data: int, task: str, confidence: float) -> str:
@@ -579,14 +575,11 @@ def compare_scores(bootstrapped: Bootstrap, name: str, other: str) -> tuple[Comp
         (a, x), (b, y) = (bootstrapped.score(each, i) for each in (name, other))
         gain = None
         if score.target is not None:
-            far = (t.sub(score.target).abs() for t in (a, b, x, y))
-            a_far, b_far, x_far, y_far = far
+            a_far, b_far, x_far, y_far = (t.sub(score.target).abs() for t in (a, b, x, y))
             gain = bootstrapped.interval(a_far - b_far, x_far - y_far)
         difference = bootstrapped.interval(a - b, x - y, score.biased)
-        rows.append(
-            Compared(
-                score.name, own[score.name], base[score.name], difference, score.better, score.target, gain,
-                bootstrapped.inputs, score.unit,
-            )
-        )  # fmt: skip
+        rows.append(Compared(
+            score.name, own[score.name], base[score.name], difference, score.better, score.target, gain,
+            bootstrapped.inputs, score.unit,
+        ))  # fmt: skip
     return tuple(rows)

@@ -16,10 +16,7 @@ from lapwing.networks import pull, rules
 from lapwing.networks.pull import Expanded, Gradient, JointPull, New, Slope, View
 from lapwing.networks.rules import LEAF, Node, NormStatistics, Shape, UseRule, as_signed, output_shape
 
-__all__ = [
-    "Expanded", "New", "Operation", "Slope", "View", "along", "entries", "operation", "register",
-    "row_wise",
-]  # fmt: skip
+__all__ = ["Expanded", "New", "Operation", "Slope", "View", "along", "entries", "operation", "register", "row_wise"]
 
 
 Keeps = Callable[[int, Node, int], bool]  # (operand, its node, which output of that node) -> rows are in the same order

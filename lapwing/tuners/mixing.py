@@ -91,9 +91,8 @@ def _beliefs_and_scales(
     if not posterior.has_spread:
         return [Belief(0)], []
     if ratios is None and posterior.linearised:
-        ratios = (
-            FEW_RATIOS if posterior.is_sampled or posterior.solves_for_inputs else NOISE_RATIOS if noise else RATIOS
-        )
+        is_slow = posterior.is_sampled or posterior.solves_for_inputs
+        ratios = FEW_RATIOS if is_slow else NOISE_RATIOS if noise else RATIOS
     return vary_precision(posterior, SCALES if ratios is None else ratios)
 
 

@@ -246,9 +246,7 @@ def biases(held: HeldOutputs, likelihood: Likelihood) -> tuple[Bias, ...]:
         return ()
     best = logits.most_probable(directions, max(WIDTHS))
     known = logits.log_likelihood(best.offset, best.heat)
-    guess = (
-        torch.logit(frequency, MIN_PROBABILITY) if not held.exclusive else frequency.clamp_min(MIN_PROBABILITY).log()
-    )
+    guess = frequency.clamp_min(MIN_PROBABILITY).log() if held.exclusive else torch.logit(frequency, MIN_PROBABILITY)
     if known < MAX_LOSS_SHARE * _Logits(held, torch.zeros_like(held.f), None).log_likelihood(guess, 0.0):
         return ()
     mean = (held.counts * logits.probabilities(none, 0.0)).sum(0) / count
@@ -286,9 +284,8 @@ class _Logits:
             enough = (torch.maximum(seen, expected) if count == 2 else seen) >= CLASS_ROWS
         else:
             rows, expected = self.held.counts.sum(0), (self.held.counts * logits.sigmoid()).sum(0)
-            enough = (
-                torch.minimum(torch.maximum(seen, expected), torch.maximum(rows - seen, rows - expected)) >= CLASS_ROWS
-            )
+            ones, zeros = torch.maximum(seen, expected), torch.maximum(rows - seen, rows - expected)
+            enough = torch.minimum(ones, zeros) >= CLASS_ROWS
         at = enough.nonzero()[:, 0]
         own = torch.zeros(count, len(at), dtype=torch.float64)
         own[at, torch.arange(len(at))] = 1.0
