@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -70,37 +70,17 @@ class Weighted:
 
 
 @dataclass(frozen=True, eq=False)
-class WeightedBatches:
-    """A loader whose items hold weights; made by ``weighted``."""
+class Unpacked:
+    """A loader whose items are unpacked by a function; made by ``weighted`` and ``unpacked``."""
 
     loader: Loader
-    key: str
-    target_key: str | None
+    unpack: Callable[[Any], object]
 
     def __iter__(self) -> Iterator[object]:
-        return map(self._item, iter(self.loader))
+        return map(self.unpack, iter(self.loader))
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
-
-    def _item(self, item: object) -> object:
-        """Return the batch with its weights beside the targets."""
-        if isinstance(item, Mapping):
-            if self.key not in item:
-                raise DataError(
-                    f"a batch with the keys {sorted(map(str, item))} has no weights under {self.key!r}; say where they "
-                    "are: lw.samples.weighted(loader, key=...)."
-                )
-            name = target_name(item, self.target_key)
-            rest = {key: value for key, value in item.items() if key != self.key}
-            return {**rest, name: Weighted(item[name], item[self.key])}
-        if isinstance(item, tuple | list) and len(item) == 3:
-            return item[0], Weighted(item[1], item[2])
-        raise DataError(
-            f"a batch is {describe_kind(item)}; expected (inputs, targets, weights), or a mapping with {self.key!r}. "
-            "Other items are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, "
-            "lw.samples.Weighted(targets, weights)))."
-        )
 
 
 def weighted(data: Loader, key: str = "weights", target_key: str | None = None) -> Loader:
@@ -137,8 +117,28 @@ def weighted(data: Loader, key: str = "weights", target_key: str | None = None) 
         )
     if hasattr(data, "__next__"):
         raise DataError("data is a one-shot iterator; expected a DataLoader or a list, which is read several times.")
-    batches = WeightedBatches(data, key, target_key)
+    batches = Unpacked(data, partial(_with_weights, key=key, target_key=target_key))
     return list(batches) if isinstance(data, list) else batches  # a list is the same at every pass
+
+
+def _with_weights(item: object, key: str, target_key: str | None) -> object:
+    """Return a batch with its weights beside the targets."""
+    if isinstance(item, Mapping):
+        if key not in item:
+            raise DataError(
+                f"a batch with the keys {sorted(map(str, item))} has no weights under {key!r}; say where they are: "
+                "lw.samples.weighted(loader, key=...)."
+            )
+        name = target_name(item, target_key)
+        rest = {each: value for each, value in item.items() if each != key}
+        return {**rest, name: Weighted(item[name], item[key])}
+    if isinstance(item, tuple | list) and len(item) == 3:
+        return item[0], Weighted(item[1], item[2])
+    raise DataError(
+        f"a batch is {describe_kind(item)}; expected (inputs, targets, weights), or a mapping with {key!r}. Other "
+        "items are unpacked by a function of yours: lw.samples.unpacked(loader, lambda item: (inputs, "
+        "lw.samples.Weighted(targets, weights)))."
+    )
 
 
 def target_name(item: Mapping[str, Any], target_key: str | None) -> str:
@@ -171,20 +171,6 @@ def as_weights(given: object, n_samples: int, device: torch.device, where: str) 
             "finite numbers from zero."
         )
     return weights
-
-
-@dataclass(frozen=True, eq=False)
-class Unpacked:
-    """A loader whose items are unpacked by a function; made by ``unpacked``."""
-
-    loader: Loader
-    unpack: Callable[[Any], tuple[Any, Any]]
-
-    def __iter__(self) -> Iterator[tuple[Inputs, object]]:
-        return map(self.unpack, iter(self.loader))
-
-    def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
 
 
 def unpacked(loader: Loader, unpack: Callable[[Any], tuple[Any, Any]]) -> Unpacked:

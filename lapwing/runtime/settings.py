@@ -322,32 +322,27 @@ def on_device(value: T, device: torch.device, keep: nn.Module | None = None) -> 
     >>> on_device({"a": torch.ones(2), "b": (1, "text")}, torch.device("meta"))["a"].device
     device(type='meta')
     """
-    return _transfer(value, device, {} if keep is None else {id(keep): (keep, keep)})
+    # By address: values and their copies. The values are kept, so that no address is used twice.
+    done: dict[int, tuple[Any, Any]] = {} if keep is None else {id(keep): (keep, keep)}
 
+    def move(part: Any) -> Any:
+        if isinstance(part, torch.device):
+            return device
+        if isinstance(part, Tensor):
+            return part.to(device)
+        if id(part) not in done:
+            done[id(part)] = (part, rebuilt(part))
+        return done[id(part)][1]
 
-def _transfer(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
-    """Return the value on the device.
+    def rebuilt(part: Any) -> Any:
+        if isinstance(part, nn.Module):
+            return copy.deepcopy(part).to(device)
+        if isinstance(part, functools.partial):
+            named = {key: move(value) for key, value in part.keywords.items()}
+            return functools.partial(move(part.func), *map(move, part.args), **named)
+        return change_parts(part, move)
 
-    ``done`` maps addresses to values and their copies. It keeps the values, so that no address is used twice.
-    """
-    if isinstance(value, torch.device):
-        return device
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if id(value) not in done:
-        done[id(value)] = (value, _rebuild(value, device, done))
-    return done[id(value)][1]
-
-
-def _rebuild(value: Any, device: torch.device, done: dict[int, tuple[Any, Any]]) -> Any:
-    move = lambda part: _transfer(part, device, done)
-    if isinstance(value, nn.Module):
-        return copy.deepcopy(value).to(device)
-    if isinstance(value, functools.partial):
-        return functools.partial(
-            move(value.func), *map(move, value.args), **{key: move(v) for key, v in value.keywords.items()}
-        )
-    return change_parts(value, move)
+    return move(value)
 
 
 @dataclass(eq=False)
