@@ -55,10 +55,6 @@ class PosteriorModule(nn.Module):
         """Stay in evaluation mode, whatever ``mode`` is: a posterior belongs to the trained network."""
         return self
 
-    def raw(self, out: Any) -> Tensor:
-        """Return the tensor that the posterior is about, of all that the model returns."""
-        return pick_output(out, self.output)  # type: ignore[no-any-return]
-
     def refuse_changed(self) -> None:
         """Raise if the model is in training mode, or has other weights than at the fit.
 
@@ -226,7 +222,7 @@ class ClosedForm(PosteriorModule):
         finally:
             if handle is not None:
                 handle.remove()
-        raw = self.raw(out)
+        raw = pick_output(out, self.output)
         mean = raw.unsqueeze(-1) if raw.ndim == 1 else raw
         a = features[-1] if features else mean
         if self.with_bias:
@@ -373,7 +369,7 @@ class Predicting(PosteriorModule):
         x = named if named else inputs[0] if len(inputs) == 1 else inputs
         predictive = self.fitted.predict(x)
         with torch.no_grad():
-            raw = self.raw(call_model(self.model, x))
+            raw = pick_output(call_model(self.model, x), self.output)
         shaped = lambda values: values.reshape(raw.shape) if values.numel() == raw.numel() else values
         likelihood = self.fitted.likelihood
         if self.returns == "moments":

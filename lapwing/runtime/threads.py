@@ -34,7 +34,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -85,32 +85,31 @@ def _own_kernels() -> Iterator[None]:
 
 
 @contextmanager
-def _unfused_attention() -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+def _with_flags(flags: Mapping[Callable[[bool], None], tuple[bool, bool]]) -> Iterator[None]:
+    """Set each flag to the first value, and to the second one afterwards."""
+    for put, (value, _) in flags.items():
+        put(value)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        for put, (_, before) in flags.items():
+            put(before)
 
 
-@contextmanager
-def _math_attention() -> Iterator[None]:
+def _unfused_attention() -> AbstractContextManager[None]:
+    mha = torch.backends.mha
+    return _with_flags({mha.set_fastpath_enabled: (False, mha.get_fastpath_enabled())})
+
+
+def _math_attention() -> AbstractContextManager[None]:
     # Not torch.nn.attention.sdpa_kernel: what one thread enters there, another cannot leave.
     cuda = torch.backends.cuda
-    kernels = {
-        cuda.enable_flash_sdp: cuda.flash_sdp_enabled(),
-        cuda.enable_mem_efficient_sdp: cuda.mem_efficient_sdp_enabled(),
-        cuda.enable_cudnn_sdp: cuda.cudnn_sdp_enabled(),
-        cuda.enable_math_sdp: cuda.math_sdp_enabled(),
-    }
-    for enable in kernels:
-        enable(enable is cuda.enable_math_sdp)
-    try:
-        yield
-    finally:
-        for enable, before in kernels.items():
-            enable(before)
+    return _with_flags({
+        cuda.enable_flash_sdp: (False, cuda.flash_sdp_enabled()),
+        cuda.enable_mem_efficient_sdp: (False, cuda.mem_efficient_sdp_enabled()),
+        cuda.enable_cudnn_sdp: (False, cuda.cudnn_sdp_enabled()),
+        cuda.enable_math_sdp: (True, cuda.math_sdp_enabled()),
+    })  # fmt: skip
 
 
 quiet = Switch(_without_warnings)  # no warnings of PyTorch about its internals: no batching rule, no TF32
