@@ -475,7 +475,7 @@ class Share:
             )
 
 
-def samplers_of(source: object) -> tuple[Any, ...]:
+def samplers_of(source: object) -> tuple[object, ...]:
     """Return the samplers of a loader; None in the place of one that it does not have."""
     source = getattr(source, "loader", source)  # of lw.samples.unpacked
     batches = getattr(source, "batch_sampler", None)

@@ -323,7 +323,7 @@ def on_device(value: T, device: torch.device, keep: nn.Module | None = None) -> 
     device(type='meta')
     """
     # By address: values and their copies. The values are kept, so that no address is used twice.
-    done: dict[int, tuple[Any, Any]] = {} if keep is None else {id(keep): (keep, keep)}
+    done: dict[int, tuple[object, object]] = {} if keep is None else {id(keep): (keep, keep)}
 
     def move(part: Any) -> Any:
         if isinstance(part, torch.device):
