@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -35,7 +35,6 @@ from lapwing.runtime.states import (
     State,
     Stored,
     Whole,
-    plain,
     saved,
     stored,
 )
@@ -305,9 +304,6 @@ class SampledPosterior(AtCentre):
         """Return the posterior of another problem, whose solves start from the present samples."""
         return replace(self.with_problem(problem), start=self.solution.x)
 
-    def with_trace(self, trace: Trace) -> SampledPosterior:
-        return replace(self, trace=trace)
-
     @property
     def noise(self) -> Tensor | None:
         likelihood = self.problem.likelihood
@@ -345,10 +341,6 @@ class SampledPosterior(AtCentre):
     def numbered_steps(self, numbers: range) -> Tensor:
         """Return stored samples, (n, P): number k stands for sample k mod K."""
         return self.samples[[k % self.n_stored() for k in numbers]]
-
-    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return the first n of the K stored samples, around w̃; the generator is not used."""
-        return self.theta + self.deviations(n)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the functions of the first n stored samples, (n, B, [T,] C): the same ones at all inputs."""
@@ -393,16 +385,11 @@ class SampledPosterior(AtCentre):
 
     def state(self) -> State:
         solution, logdet = self.solution, self.solver.logdet(self.problem)
-        settings = {
-            "statistics": asdict(self.statistics), "iterations": solution.iterations, "tolerance": solution.tolerance,
-            "logdet_error": logdet.error, "trace": plain(self.trace),
-            "mode_loss": None if self.mode is None else self.mode.loss,
+        settings, tensors = self.state_at_centre()
+        settings |= {
+            "iterations": solution.iterations, "tolerance": solution.tolerance, "logdet_error": logdet.error
         }  # fmt: skip
-        tensors = {
-            "theta": self.theta, "samples": solution.x, "residuals": solution.residuals,
-            "logdet": logdet.value.detach(),
-        }  # fmt: skip
-        tensors |= {} if self.mode is None else {"mode": self.mode.theta}
+        tensors |= {"samples": solution.x, "residuals": solution.residuals, "logdet": logdet.value.detach()}
         return State("SampledPosterior", settings, tensors)
 
     @classmethod

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -289,10 +289,29 @@ class Mode:
         return cls(theta, float(loss))
 
 
+A = TypeVar("A", bound="AtCentre")
+
+
 class AtCentre(Linearised):
     """A belief whose evidence is evaluated at w̃, or at the tangent model's own optimum if there is a ``mode``."""
 
     mode: Mode | None
+
+    def with_trace(self: A, trace: Trace) -> A:
+        return replace(self, trace=trace)  # type: ignore[type-var]
+
+    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of the weights, (n, P); stored samples are the first n, whatever the generator."""
+        return self.theta + self.deviations(n, generator)
+
+    def state_at_centre(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        """Return what a file holds of the weights and of the data: settings and tensors."""
+        mode = self.mode
+        settings = {
+            "statistics": asdict(self.statistics), "mode_loss": None if mode is None else mode.loss,
+            "trace": plain(self.trace),
+        }  # fmt: skip
+        return settings, {"theta": self.theta} if mode is None else {"theta": self.theta, "mode": mode.theta}
 
     @property
     def _phi(self) -> Tensor:
@@ -380,9 +399,6 @@ class WeightPosterior(AtCentre):
 
     def updated(self, data: Data, generator: torch.Generator | None = None) -> WeightPosterior:
         return add_data(self, data, generator)
-
-    def with_trace(self, trace: Trace) -> WeightPosterior:
-        return replace(self, trace=trace)
 
     @property
     def noise(self) -> Tensor | None:
@@ -513,10 +529,6 @@ class WeightPosterior(AtCentre):
         """Return γ (P,) of the curvature that a bound on the evidence leaves out, or None if there is no such term."""
         return self.current.missing_trace(self._phi, self.problem.prior)
 
-    def weight_samples(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of the weights, (n, P)."""
-        return self.theta + self.deviations(n, generator)
-
     def deviations(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the weights as steps from their mean, (n, P)."""
 
@@ -554,12 +566,8 @@ class WeightPosterior(AtCentre):
         return concat_chunks(map(draw, self._draw_runs(n)), n)
 
     def state(self) -> State:
-        tensors = {"theta": self.theta} if self.mode is None else {"theta": self.theta, "mode": self.mode.theta}
+        settings, tensors = self.state_at_centre()
         tensors |= {} if self.estimate is None else {"estimate": self.estimate.tensor()}
-        settings = {
-            "statistics": asdict(self.statistics), "mode_loss": None if self.mode is None else self.mode.loss,
-            "trace": plain(self.trace),
-        }  # fmt: skip
         method = {} if self.method is None else {"method": SummedBy.state(self.method)}
         return State("WeightPosterior", settings, tensors, {"curvature": self.curvature.state(), **method})
 
