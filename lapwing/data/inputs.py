@@ -17,7 +17,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -298,6 +298,11 @@ def is_numbers(value: object) -> bool:
     while isinstance(first, tuple | list) and first:
         first = first[0]
     return first is not value and isinstance(first, int | float) and not any(named_leaves(value))
+
+
+def is_real_tensor(inputs: object) -> TypeGuard[Tensor]:
+    """Return whether the inputs are one tensor of real numbers."""
+    return isinstance(inputs, Tensor) and inputs.is_floating_point()
 
 
 def n_rows(leaf: Leaf) -> int:

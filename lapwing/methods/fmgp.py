@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapwing.data.batches import Data
-from lapwing.data.inputs import Inputs
+from lapwing.data.inputs import Inputs, is_real_tensor
 from lapwing.data.streams import class_labels
 from lapwing.errors import DataError, FileError, ModelError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood, energy, refuse_energy, refuse_ignored
@@ -45,7 +45,7 @@ class Sight:
             last = self.last  # the graph of ``last`` ends at the last layer: the whole network says how many inputs fit
             both = self.network.in_chunks(x, lambda part: torch.cat([t.double() for t in features(last, part)], 1))
             return both[:, :-classes], both[:, -classes:]
-        if not (isinstance(x, Tensor) and x.is_floating_point()):
+        if not is_real_tensor(x):
             raise UnsupportedError(
                 "the rbf kernel needs inputs that are one tensor of real numbers; use kernel='features'."
             )

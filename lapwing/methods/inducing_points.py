@@ -16,7 +16,7 @@ from lapwing.curvature.base import Curvature, Precision, SquaredSum, Sweep, floo
 from lapwing.curvature.dense import LowRankCurvature, LowRankPrecision, WeightRows, isotropic_logdet
 from lapwing.curvature.kronecker import prior_precision
 from lapwing.data.batches import Data
-from lapwing.data.inputs import Batch, Inputs, check_finite
+from lapwing.data.inputs import Batch, Inputs, check_finite, is_real_tensor
 from lapwing.data.streams import DrawnRows, class_labels
 from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
@@ -412,7 +412,7 @@ class Placement:
             pivots = PIVOTS[name](dense.check_kernel(self._by_number(numbers).kernel(prior)), count)
             return self._by_number(numbers[pivots.cpu()])
         outputs = torch.arange(count, device=self.network.device) % self.outputs  # in turn
-        if name == "kmeans" and isinstance(self.pool.inputs, Tensor) and self.pool.inputs.is_floating_point():
+        if name == "kmeans" and is_real_tensor(self.pool.inputs):
             return self._centres(outputs.sort().values)
         return self._random_inputs(outputs)
 

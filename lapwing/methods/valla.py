@@ -15,7 +15,7 @@ from torch import Tensor
 from lapwing.curvature.base import Sweep
 from lapwing.curvature.kronecker import prior_precision
 from lapwing.data.batches import Data
-from lapwing.data.inputs import Batch
+from lapwing.data.inputs import Batch, is_real_tensor
 from lapwing.data.processes import ALONE, Processes
 from lapwing.data.streams import DrawnRows, shuffle_batches
 from lapwing.errors import NumericalError, UnsupportedError
@@ -144,7 +144,7 @@ class VaLLA(Method):
             optimiser = "none" if self.alpha == 0 and self.validation is None else "adam"
         else:
             anchors = place(self.start or "greedy")
-            movable = isinstance(anchors.inputs, Tensor) and anchors.inputs.is_floating_point()
+            movable = is_real_tensor(anchors.inputs)
             optimiser = self.optimiser or self.optimiser_for(network.footprint.width, rows)
         points = InducingPoints(problem, anchors, statistics, pool.total, movable)
         if optimiser == "lbfgs" and movable:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lapwing.data.inputs import is_real_tensor
 from lapwing.decisions.collecting import LabelledBatch, batches_of, interval_parts, label_batch, source_of
 from lapwing.decisions.evaluation import ClassFrequency, Evaluation
 from lapwing.metrics import ScoreInterval, ece
@@ -352,7 +353,7 @@ def find_uncertain_inputs(
 
 
 def _is_number(inputs: Any) -> bool:
-    return isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.shape[1:].numel() == 1
+    return is_real_tensor(inputs) and inputs.shape[1:].numel() == 1
 
 
 def _uncertainty(predictive: LabelPredictive | NumberPredictive) -> tuple[str, str, Tensor]:
