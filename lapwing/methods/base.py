@@ -48,6 +48,7 @@ class Method(HasSettings):
     weights: ClassVar[Weights | None] = None  # those that ``fit`` selects if the user does not; None: all
     needs_prior: ClassVar[bool] = False  # whether ``fit`` learns a prior beforehand, since there may be no evidence
     spans_processes: ClassVar[bool] = False  # whether it adds up the sums of all ``data.processes``
+    timed: ClassVar[bool] = True  # whether ``trial`` tells how long it takes
     conformance: ClassVar[Conformance | None] = None  # the settings with which tests/conformance tries it
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> Posterior:
@@ -67,7 +68,7 @@ class Method(HasSettings):
 
         None if no quick form tells how long the method takes.
         """
-        return self
+        return self if self.timed else None
 
     @classmethod
     def offer(cls, requirements: Requirements) -> Offer | None:

@@ -526,6 +526,7 @@ class HFL(Method):
     evaluation: Any = setting(None, PARTS, repr=False)
     calibration: Any = setting(None, DATA | NONE, repr=False)
     needs_prior: ClassVar[bool] = True
+    timed: ClassVar[bool] = False  # it takes weights at a minimum, and as long as they are far from it
     conformance: ClassVar[Conformance] = Conformance(
         (
             Exactness(lambda weights, rows: HFL(drift=math.inf), "linear", iterative=True,
@@ -583,10 +584,6 @@ class HFL(Method):
         predict = EPOCHS * data * workload.outputs * double
         note = "at every prediction some tens of epochs for each output"
         return workload.cost(stored, 2 * stored, products * double, predict, note=note)
-
-    def trial(self, workload: Workload) -> None:
-        """Return None: it takes only weights at a minimum, and how long it takes depends on how near they are."""
-        return
 
     def _fit_linearised(self, problem: Problem, data: Data) -> LinearisedResponse:
         network = problem.network

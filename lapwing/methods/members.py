@@ -107,6 +107,7 @@ class Ensemble(Method):
     models: Sequence[nn.Module] = setting((), MODELS, repr=False)
     train: Train | None = setting(None, FUNCTION | NONE, repr=False)
     members: int = setting(5, integer(2))
+    timed: ClassVar[bool] = False  # without its networks there is nothing to time
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its spread is that of several trainings",
         small=lambda model: {"": Ensemble(models=[reinitialise(model, 1)])},
@@ -140,10 +141,6 @@ class Ensemble(Method):
         return workload.cost(
             stored, workload.activations, passes, passes, note=f"{count} networks; their training is not counted"
         )
-
-    def trial(self, workload: Workload) -> None:
-        """Return None: without its networks there is nothing to time."""
-        return
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,6 +372,7 @@ class MixtureOfLaplace(OverNetworks):
     models: Sequence[nn.Module] = setting((), MODELS, repr=False)
     method: Method = setting(Kron(), METHOD)
     shares: Sequence[float] | None = setting(None, POSITIVE_VALUES | NONE)
+    timed: ClassVar[bool] = False  # without its networks there is nothing to time
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="it mixes the posteriors of several networks",
         small=lambda model: {"": MixtureOfLaplace([_other(model)])},
@@ -401,10 +399,6 @@ class MixtureOfLaplace(OverNetworks):
         if cost is None:
             return Cost.unsupported(f"{type(self.method).__name__} does not tell its cost")
         return cost.times(count, f"{count} networks; their training is not counted")
-
-    def trial(self, workload: Workload) -> None:
-        """Return None: without its networks there is nothing to time."""
-        return
 
 
 def _other(model: nn.Module) -> nn.Module:

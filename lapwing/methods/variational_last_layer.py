@@ -67,6 +67,7 @@ class VariationalLastLayer(Method):
     max_steps: int = setting(1000, integer())
     seed: int = setting(0, integer(0))
     needs_prior: ClassVar[bool] = True
+    timed: ClassVar[bool] = False  # the number of iterations is not known before
     weights: ClassVar[Weights] = LastLayer()
     conformance: ClassVar[Conformance] = Conformance(
         never_exact="its covariance is diagonal, and its mean that of the last layer",
@@ -104,10 +105,6 @@ class VariationalLastLayer(Method):
         fit, predict = Work(workload.forward, USUAL * each), Work(workload.forward, 2 * size)
         note = "only the last layer; for Gaussian noise it takes one pass"
         return workload.cost(16 * size, held + workload.activations, fit, predict, note=note)
-
-    def trial(self, workload: Workload) -> None:
-        """Return None: the number of iterations is not known before."""
-        return
 
 
 def _refuse_other_weights(network: Network) -> None:

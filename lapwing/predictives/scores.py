@@ -270,8 +270,7 @@ class ClassScoring(Scoring["ClassPredictive"]):
 
     def by_class(self, predictive: ClassPredictive, y: Tensor, known: Tensor) -> ClassSums:
         probs, safe = predictive.probs.double(), y.masked_fill(~known, 0)
-        if probs.ndim == 2:
-            probs, safe, known = probs.unsqueeze(1), safe.unsqueeze(1), known.unsqueeze(1)
+        probs, safe, known = (t if predictive.probs.ndim > 2 else t.unsqueeze(1) for t in (probs, safe, known))
         return ClassSums.of_classes(probs, safe.long(), known)
 
     def scores(self, data: Numbers, level: float) -> tuple[Score, ...]:
@@ -314,8 +313,7 @@ class LabelScoring(Scoring["MultilabelPredictive"]):
 
     def by_class(self, predictive: MultilabelPredictive, y: Tensor, known: Tensor) -> ClassSums:
         probs, y = predictive.probs.double(), y.double().masked_fill(~known, 0)
-        if probs.ndim == 2:
-            probs, y, known = probs.unsqueeze(1), y.unsqueeze(1), known.unsqueeze(1)
+        probs, y, known = (t if predictive.probs.ndim > 2 else t.unsqueeze(1) for t in (probs, y, known))
         return ClassSums.of(probs, y, known)
 
     def scores(self, data: Numbers, level: float) -> tuple[Score, ...]:
