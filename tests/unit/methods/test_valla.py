@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +238,15 @@ def test_inputs_without_a_gradient_keep_their_points(name: str, way: str | None)
     x = case.batch(3, seed=1)
     assert_close(one.functions(x).cov, other.functions(x).cov)
     assert_close(one.log_evidence(), other.log_evidence())
+
+
+def test_files_hold_points_of_one_tensor(tmp_path: Path) -> None:
+    learned, x = fitted(lw.VaLLA(4, alpha=1.0, steps=2)), curve()[0][:5]
+    learned.save(tmp_path / "net")
+    assert_close(lw.load(tmp_path / "net", learned.network.model).functions(x).cov, learned.functions(x).cov)
+    several = problems.fit(BY_NAME["dict_input"], lw.VaLLA(4, optimiser="none"), prior=0.8)
+    with pytest.raises(lw.errors.UnsupportedError, match="inducing points of several tensors have no file form"):
+        several.save(tmp_path / "several")
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
