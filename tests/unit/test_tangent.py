@@ -21,8 +21,6 @@ from lapwing import tangent as module
 from lapwing.data.batches import Data
 from lapwing.errors import DataError, LapwingError
 from lapwing.linalg.operators import back_product, forward_product, gram_product
-from lapwing.networks.jacobians import DenseJacobian
-from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.tangent import (
     DenseTangent,
@@ -712,25 +710,6 @@ def test_bytes_of_an_embedding() -> None:
     assert held.nbytes == table + head
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("positions", "outputs"), [(3, 3), (4, 3), (1, 2)])
-def test_whole_where_positions_outnumber_outputs(positions: int, outputs: int, groups: int) -> None:
-    gen = torch.Generator().manual_seed(2)
-    a = torch.randn(groups, 5, positions, 4, dtype=D, generator=gen)
-    g = torch.randn(groups, outputs, 5, positions, 6, dtype=D, generator=gen)
-    factors = LinearJacobian(a, g)
-    compact = factors.materialise()
-    assert isinstance(compact, DenseJacobian if positions > outputs else LinearJacobian)
-    exact = torch.einsum("gbti,gkbto->bkgoi", a, g)
-    v = torch.randn(2, groups, 6, 4, dtype=D, generator=gen)
-    u = torch.randn(7, 5, outputs, dtype=D, generator=gen)
-    for jacobian in (factors, compact):
-        assert_close(jacobian.jvp(v), torch.einsum("bkgoi,ngoi->nbk", exact, v))
-        back = jacobian.vjp(u).reshape(7, groups, 6, 4)
-        assert_close(back, torch.einsum("bkgoi,nbk->ngoi", exact, u))
-        assert_close(jacobian.squares().reshape(groups, 6, 4), exact.square().sum((0, 1)))
-
-
 class Loader:
     """Batches of a data set, made anew at every pass by a function of the pass."""
 
@@ -875,29 +854,6 @@ def test_design_batches_with_different_numbers_of_tokens(cache: int | None) -> N
         f = model(x).detach().reshape(-1, 3)
         parts.append(ridge.design("categorical", f, dense.by_datum(dense.jacobian(model, x, len(x)), 3)))
     assert_products(design, torch.cat(parts))
-
-
-def test_ignored_targets_have_rows_of_zeros(cache: int | None) -> None:
-    case = BY_NAME["mlp"]
-    y = problems.targets(case, 6)
-    y[2] = -100
-    network = Network.build(case.build(), case.batch(6))
-    design = NetworkDesign.build(network, lw.Categorical(), Data([(case.batch(6), y)], CPU), cache)
-    x = written_out(case).clone()
-    x[4:6] = 0
-    assert_products(design, x)
-    assert design.statistics.data == 5
-
-
-def test_design_a_noise_for_each_output(cache: int | None) -> None:
-    """Rows at unit dispersion, each output by its own noise."""
-    case, std = BY_NAME["mlp"], (0.5, 1.0, 2.0)
-    network = Network.build(case.build(), case.batch(6))
-    data = Data([(case.batch(6), rows(6, 3))], CPU)
-    design = NetworkDesign.build(network, lw.Gaussian(noise_std=std), data, cache)
-    assert_products(design, (design_reference("mlp")[1] / torch.tensor(std, dtype=D)[:, None]).flatten(0, 1))
-    one = NetworkDesign.build(network, lw.Gaussian(noise_std=0.5), data, cache)  # the dispersion enters later
-    assert_products(one, design_reference("mlp")[1].flatten(0, 1))
 
 
 @pytest.mark.parametrize("part", [0, -1])

@@ -179,15 +179,6 @@ def numbers(points: Tensor, among: Tensor) -> list[int]:
     return gaps.argmin(1).tolist()
 
 
-def test_every_output_of_every_input() -> None:
-    x = torch.randn(4, 2, dtype=D)
-    network, _, pool = placement_setting(x, torch.zeros(4, dtype=torch.long))
-    anchors = Placement(network, pool, generator()).every_output()
-    assert len(anchors) == 12
-    assert torch.equal(anchors.inputs, x.repeat_interleave(3, 0))
-    assert anchors.outputs.tolist() == [0, 1, 2] * 4
-
-
 @pytest.mark.parametrize("count", [1, 10, 17, 30, 99])
 def test_landmarks_have_one_output_of_each_input_before_a_second(count: int) -> None:
     x = torch.randn(10, 2, dtype=D)

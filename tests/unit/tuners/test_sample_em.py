@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -413,16 +412,6 @@ def test_the_network_mode_stays_at_the_network() -> None:
 def test_another_prior_has_the_evidence_of_the_network() -> None:
     tuned = completed(fitted(1.0)).tuned(lw.tuners.SampleEM(data(), **SAMPLE_EM_ONE_POINT_TIGHT))
     assert tuned.with_prior(1.0).posterior.mode is None
-
-
-def test_a_file_keeps_the_point(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    model, x, _ = setting()
-    tuned = lw.Fitted(with_noise().posterior, with_noise().fingerprint, "Sampled")
-    tuned.save(tmp_path / "posterior")
-    loaded = lw.load(tmp_path / "posterior", model)
-    assert float(loaded.log_evidence()) == pytest.approx(float(tuned.log_evidence()))
-    assert torch.allclose(loaded.functions(x).mean, tuned.functions(x).mean)
 
 
 def under_trained(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
