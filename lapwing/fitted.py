@@ -209,6 +209,8 @@ class Fitted:
         True
         """
         SAMPLES_RULE.check("samples", samples)
+        if isinstance(x, Tensor) and all(option is None for option in (progress, device, process_group)):
+            return self._predictive(x, samples)
         processes, x = Processes.of(process_group), as_tensors(x, self.network.arithmetic)
         batches, home = self._batches(x, target_key, progress, device, processes)
         if batches is None:

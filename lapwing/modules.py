@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial, reduce
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lapwing.data.inputs import call_model, wants_slopes
@@ -21,9 +22,9 @@ from lapwing.networks.linear_jacobian import LinearJacobian
 from lapwing.networks.network import Network
 from lapwing.networks.tangent import LayerJacobians
 from lapwing.posteriors.base import Posterior
-from lapwing.posteriors.mixture import MixturePosterior
-from lapwing.posteriors.weight_space import Linearised, WeightPosterior
-from lapwing.predictives.labels import bridge, pairwise_logits, probit_logits
+from lapwing.posteriors.mixture import Cell, CellLogits, MixturePosterior
+from lapwing.posteriors.weight_space import Linearised, SharedAxes
+from lapwing.predictives.labels import FEW_PAIRS, bridge, pairwise_logits, probit_logits
 from lapwing.runtime.memory import refuse_large_result
 from lapwing.runtime.settings import one_of
 from lapwing.values.gaussian import FunctionGaussian, isolate, normal_rule
@@ -66,6 +67,10 @@ class PosteriorModule(nn.Module):
             self.model, SAME if dtype == self.fitted_dtype else max(SAME, torch.finfo(dtype).eps)
         )
 
+    def fitted_device(self) -> torch.device:
+        """Return the device of the model."""
+        return next(self.model.parameters()).device
+
     def _dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
@@ -81,52 +86,39 @@ SAME_COVARIANCE = 3e-6  # error, relative to the largest entry, up to which a co
 COPIES = 4  # float64 copies of the covariance of weights that the search for the shorter form takes
 
 
-class SharedAxes(nn.Module):
-    """U diag(W (Vᵀa)²) Uᵀ for features a (..., D): the form of Kron, EKron and Diagonal."""
-
-    outputs: Tensor
-    inputs: Tensor
-    weights: Tensor
-
-    def __init__(self, outputs: Tensor, inputs: Tensor, weights: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("outputs", outputs)  # U, (C, w)
-        self.register_buffer("inputs", inputs)  # V, (D, v)
-        self.register_buffer("weights", weights)  # W, (w, v)
-
-    def forward(self, a: Tensor) -> Tensor:
-        scale = (a @ self.inputs).square() @ self.weights.mT
-        return (self.outputs * scale.unsqueeze(-2)) @ self.outputs.mT
+# Forms return the covariances of the outputs (L, ..., C, C) under L beliefs, given the features of the last layer.
 
 
 class DenseForm(nn.Module):
-    """aᵀ S_cd a for features a (..., D) and every pair of outputs c, d."""
+    """aᵀ S_cd a for features a (..., D) and every pair of outputs c, d; with a bias, a one follows the features."""
 
     covariance: Tensor
 
-    def __init__(self, covariance: Tensor) -> None:
+    def __init__(self, covariance: Tensor, with_bias: bool = False) -> None:
         super().__init__()
-        self.sizes = covariance.shape[1:]
+        self.sizes, self.with_bias = covariance.shape[1:], with_bias
         self.register_buffer("covariance", covariance.flatten(1))  # S as (D, C C D)
 
     def forward(self, a: Tensor) -> Tensor:
+        if self.with_bias:
+            a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
         rows = (a @ self.covariance).unflatten(-1, self.sizes)  # (..., C, C, D)
-        return (rows * a.unsqueeze(-2).unsqueeze(-2)).sum(-1)
+        return (rows * a.unsqueeze(-2).unsqueeze(-2)).sum(-1).unsqueeze(0)
 
 
 class NoForm(nn.Module):
     """The covariance of outputs without spread, zero, given their mean in place of features."""
 
     def forward(self, mean: Tensor) -> Tensor:
-        return torch.zeros_like(mean.unsqueeze(-1) * mean.unsqueeze(-2))
+        return torch.zeros_like(mean.unsqueeze(-1) * mean.unsqueeze(-2)).unsqueeze(0)
 
 
 def quadratic_form(posterior: Linearised, network: Network) -> nn.Module:
     """Return the covariance of the outputs as a module of the features, for a posterior over one linear map."""
     (block,) = network.layout
-    axes = posterior.precision.axes() if isinstance(posterior, WeightPosterior) else None
+    axes = SharedAxes.of([posterior])
     if axes is not None:
-        return SharedAxes(*axes).to(network.dtype)
+        return axes
     d_out, d_in = block.d_out, block.d_in
     what = f"the covariance of {block.size} weights"
     refuse_large_result(COPIES * 8 * block.size**2, network.device, what, "Export a posterior over fewer weights")
@@ -138,10 +130,12 @@ def quadratic_form(posterior: Linearised, network: Network) -> nn.Module:
     )
     with torch.no_grad():
         covariance = posterior.cross(jacobian).double().reshape(d_in, d_out, d_in, d_out).permute(0, 1, 3, 2)
-        return (_shared_axes(covariance) or DenseForm(covariance.contiguous())).to(network.dtype)
+        with_bias = block.bias is not None
+        dense = _shared_axes(covariance, with_bias) or DenseForm(covariance.contiguous(), with_bias)
+        return dense.to(network.dtype)
 
 
-def _shared_axes(covariance: Tensor) -> SharedAxes | None:
+def _shared_axes(covariance: Tensor, with_bias: bool = False) -> SharedAxes | None:
     """Return the covariance (D, C, C, D) in the shorter form; None if it has none."""
     _, outputs = eigh(_symmetric(torch.einsum("icdi->cd", covariance)))
     turned = torch.einsum("icdj,ck,dl->iklj", covariance, outputs, outputs)
@@ -152,7 +146,7 @@ def _shared_axes(covariance: Tensor) -> SharedAxes | None:
     whole = torch.einsum("cda,ia,ja->icdj", pairs, inputs, inputs)
     gap = (whole - covariance).abs().max()
     is_same = bool(gap <= SAME_COVARIANCE * covariance.abs().max())
-    return SharedAxes(outputs, inputs, weights.clamp_min(0)) if is_same else None
+    return SharedAxes(outputs, inputs, weights.clamp_min(0).unsqueeze(0), with_bias) if is_same else None
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
@@ -160,16 +154,6 @@ def _symmetric(matrix: Tensor) -> Tensor:
 
 
 MANY = 256  # classes above which predictions are drawn from functions
-
-
-@dataclass(frozen=True, eq=False)
-class Component:
-    """One component of a predictive: a belief, the factor of its covariance, the likelihood, and its weight."""
-
-    belief: int
-    scale: float
-    likelihood: Any
-    weight: float
 
 
 class ClosedForm(PosteriorModule):
@@ -181,26 +165,34 @@ class ClosedForm(PosteriorModule):
     Args:
         fitted: The fitted posterior, whose model is shared and not copied.
         head: Its last linear layer; None if there is no spread, and no features are needed.
-        forms: The covariance of the outputs under every belief, given the features.
-        components: What the predictive is averaged from.
+        forms: The covariances of the outputs under all beliefs, given the features.
+        cells: What the predictive is averaged from.
+        weights: The weight of each.
         shift: The steps of the last layer's weights (C, D) from the network's to those of the mean; None for none.
         returns: "logits", "probs" or "moments".
     """
 
     shift: Tensor | None
     weights: Tensor
+    differences: Tensor | None
 
     def __init__(
-        self, fitted: Fitted, head: nn.Module | None, forms: Sequence[nn.Module], components: Sequence[Component],
-        shift: Tensor | None, returns: str,
+        self, fitted: Fitted, head: nn.Module | None, forms: Sequence[nn.Module], cells: Sequence[Cell],
+        weights: Tensor, shift: Tensor | None, returns: str,
     ) -> None:  # fmt: skip
         super().__init__(fitted, returns)
-        self.head, self.forms, self.components = head, nn.ModuleList(forms).eval(), tuple(components)
+        self.head, self.forms = head, nn.ModuleList(forms).eval()
+        self.cells: tuple[Any, ...] = tuple(cells)
         self.with_bias = head is not None and fitted.network.layout[0].bias is not None  # a fixed bias has no spread
         self.register_buffer("shift", shift)
         dtype = reduce(torch.promote_types, (p.dtype for p in self.model.parameters()), torch.float32)
-        weights = torch.tensor([each.weight for each in components], dtype=torch.float64)
-        self.register_buffer("weights", weights.to(dtype))
+        self.register_buffer("weights", weights.to(self.fitted_device(), dtype))
+        pairwise = all(isinstance(c.likelihood, Categorical) and c.likelihood.link == "pairwise" for c in cells)
+        self.logits = CellLogits(cells, dtype).to(self.fitted_device()) if pairwise else None
+        matrix = None
+        if self.logits is not None and isinstance(first := forms[0], SharedAxes) and len(forms) == 1:
+            matrix = first.differences(self.logits.belief, self.logits.spread)
+        self.register_buffer("differences", matrix)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if is_recording():
@@ -215,7 +207,12 @@ class ClosedForm(PosteriorModule):
     def _compute(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Return what was asked for, in the shape that the model returns."""
         features: list[Tensor] = []
-        hook = lambda _, given: features.append(given[0])
+        thread = None if is_recording() else get_ident()  # another one may run the model meanwhile
+
+        def hook(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            if thread is None or thread == get_ident():
+                features.append(given[0])
+
         handle = None if self.head is None else self.head.register_forward_pre_hook(hook)
         try:
             out = self.model(*inputs, **named)
@@ -225,56 +222,79 @@ class ClosedForm(PosteriorModule):
         raw = pick_output(out, self.output)
         mean = raw.unsqueeze(-1) if raw.ndim == 1 else raw
         a = features[-1] if features else mean
-        if self.with_bias:
-            a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
         if self.shift is not None:
-            mean = mean + a @ self.shift.mT
-        results = KINDS[type(self.components[0].likelihood)](self, mean, [form(a) for form in self.forms])
+            shift = self.shift
+            mean = mean + (F.linear(a, shift[:, :-1], shift[:, -1]) if self.with_bias else F.linear(a, shift))
+        results = KINDS[type(self.cells[0].likelihood)](self, mean, a)
         if isinstance(results, Tensor):
             return results.reshape(raw.shape)
         return tuple(each.reshape(raw.shape) for each in results)
 
-    def _average(self, values: list[Tensor]) -> Tensor:
-        """Return Σ w_k v_k."""
-        stacked = torch.stack(values, -1)
-        return (stacked * self.weights).sum(-1)
+    def _covariances(self, a: Tensor) -> Tensor:
+        """Return the covariances of the outputs under all beliefs, (L, ..., C, C)."""
+        each = [form(a) for form in self.forms]
+        return each[0] if len(each) == 1 else torch.cat(each)
 
-    def _variance(self, covs: list[Tensor]) -> Tensor:
+    def _average(self, values: Tensor) -> Tensor:
+        """Return Σ w_k v_k of values (K, ...)."""
+        return (self.weights.reshape(-1, *[1] * (values.ndim - 1)) * values).sum(0)
+
+    def _variance(self, covs: Tensor) -> Tensor:
         """Return the variance of the outputs f under the mixture."""
-        each = [cov.diagonal(dim1=-2, dim2=-1) for cov in covs]
-        return self._average([c.scale * c.likelihood.widening * each[c.belief] for c in self.components])
+        each = covs.diagonal(dim1=-2, dim2=-1)
+        return self._average(torch.stack([c.spread * each[c.belief] for c in self.cells]))
 
-    def _classes(self, mean: Tensor, covs: list[Tensor]) -> Any:
-        each = [CLASS_LINKS[c.likelihood.link](*_belief_of(c, mean, covs)) for c in self.components]
-        log_weights: Tensor = torch.log(self.weights)
-        log_probs = torch.logsumexp(torch.stack(each, -1) + log_weights, -1)
+    def _classes(self, mean: Tensor, a: Tensor) -> Any:
+        covs = None if self.differences is not None and self.returns != "moments" else self._covariances(a)
+        if self.logits is None:
+            assert covs is not None
+            each = torch.stack([CLASS_LINKS[c.likelihood.link](*_belief_of(c, mean, covs)) for c in self.cells])
+        else:
+            means, spread = self.logits.means(mean), self._spread(mean, a, covs)
+            few = not is_recording() and spread.numel() <= FEW_PAIRS
+            each = pairwise_logits(means, spread, few).log_softmax(-1)
         if self.returns == "logits":
-            return log_probs
-        return log_probs.exp() if self.returns == "probs" else (log_probs.exp(), self._variance(covs))
+            log_weights: Tensor = torch.log(self.weights).reshape(-1, *[1] * mean.ndim)
+            return torch.logsumexp(each + log_weights, 0)
+        probs = self._average(each.exp())
+        if self.returns == "probs":
+            return probs
+        assert covs is not None
+        return probs, self._variance(covs)
 
-    def _labels(self, mean: Tensor, covs: list[Tensor]) -> Any:
-        probs = self._average([LABEL_LINKS[c.likelihood.link](*_belief_of(c, mean, covs)) for c in self.components])
+    def _spread(self, mean: Tensor, a: Tensor, covs: Tensor | None) -> Tensor:
+        """Return the variances of the differences of every two logits, (K, ..., C, C)."""
+        if self.differences is not None:
+            axes: Any = self.forms[0]
+            sizes = len(self.cells), mean.shape[-1], mean.shape[-1]
+            return F.linear(axes.squares(a), self.differences).unflatten(-1, sizes).movedim(-3, 0)
+        assert self.logits is not None
+        assert covs is not None
+        return FunctionGaussian(self.logits.means(mean), self.logits.covariances(covs)).differences
+
+    def _labels(self, mean: Tensor, a: Tensor) -> Any:
+        covs = self._covariances(a)
+        each = [LABEL_LINKS[c.likelihood.link](*_belief_of(c, mean, covs)) for c in self.cells]
+        probs = self._average(torch.stack(each))
         if self.returns == "logits":
             return probs.log() - (1 - probs).log()
         return probs if self.returns == "probs" else (probs, self._variance(covs))
 
-    def _numbers(self, mean: Tensor, covs: list[Tensor]) -> Any:
+    def _numbers(self, mean: Tensor, a: Tensor) -> Any:
         if self.returns == "logits":
             return mean
-        noise = [
-            c.likelihood.widening * c.likelihood.noise_variance.to(mean).expand(mean.shape) for c in self.components
-        ]
-        return mean, self._variance(covs) + self._average(noise)
+        noise = [c.likelihood.widening * c.likelihood.noise_variance.to(mean).expand(mean.shape) for c in self.cells]
+        return mean, self._variance(self._covariances(a)) + self._average(torch.stack(noise))
 
 
-def _belief_of(component: Component, mean: Tensor, covs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return mean and covariance of the logits that a component predicts from."""
-    factor, cov = 1 / component.likelihood.link_temperature, covs[component.belief]
-    offset = component.likelihood.logit_offset
+def _belief_of(cell: Cell, mean: Tensor, covs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and covariance of the logits that a cell predicts from."""
+    factor, cov = 1 / (cell.likelihood.link_temperature or 1.0), covs[cell.belief]
+    offset = cell.likelihood.logit_offset
     mean = factor * mean if offset is None else factor * mean + offset.to(mean)
-    if not component.scale:  # without a graph: the slope of a standard deviation at zero is infinite
+    if not cell.scale:  # without a graph: the slope of a standard deviation at zero is infinite
         return mean, torch.zeros_like(cov)
-    return mean, (component.scale * factor**2) * cov
+    return mean, (cell.scale * factor**2) * cov
 
 
 def _as_tuple(results: Any) -> Sequence[Tensor]:
@@ -282,9 +302,7 @@ def _as_tuple(results: Any) -> Sequence[Tensor]:
 
 
 def _pairwise(mean: Tensor, cov: Tensor) -> Tensor:
-    own = cov.diagonal(dim1=-2, dim2=-1)
-    spread = (own.unsqueeze(-1) + own.unsqueeze(-2) - 2 * cov).clamp_min(0)
-    return pairwise_logits(mean, spread).log_softmax(-1)
+    return pairwise_logits(mean, FunctionGaussian(mean, cov).differences).log_softmax(-1)
 
 
 def _quadrature(mean: Tensor, cov: Tensor) -> Tensor:
@@ -307,16 +325,16 @@ KINDS: dict[type, Any] = {
 }  # fmt: skip
 
 
-def obstacles(network: Network, components: Sequence[Component]) -> list[str]:
+def obstacles(network: Network, cells: Sequence[Cell]) -> list[str]:
     """Return why a posterior has no closed form, in words; nothing if it has one."""
-    likelihood, found = components[0].likelihood, []
+    likelihood, found = cells[0].likelihood, []
     if type(likelihood) not in KINDS:
         found.append(f"{type(likelihood).__name__} has no closed form")
     elif type(likelihood) is Categorical and likelihood.link not in CLASS_LINKS:
         found.append(f"the link {likelihood.link!r} has no closed form")
     if network.image:
         found.append("the outputs are images")
-    if any(component.scale for component in components):
+    if any(cell.scale for cell in cells):
         first = network.layout[0]
         if len(network.layout) > 1 or network.selection.index is not None:
             found.append(
@@ -390,23 +408,25 @@ def module_of(fitted: Fitted, returns: str) -> ModuleOf:
     if returns == "probs" and not fitted.likelihood.has_logits:
         kind = "a regression" if fitted.likelihood.noise_variance is not None else type(fitted.likelihood).__name__
         raise UnsupportedError(f"returns is 'probs', and {kind} has none; expected 'logits' or 'moments'.")
-    components, members = _components(posterior)
-    why = obstacles(network, components)
+    cells, weights, members = _components(posterior)
+    why = obstacles(network, cells)
     if why:
         return Predicting(fitted, returns, "; ".join(why))
-    if not any(component.scale for component in components):
-        return ClosedForm(fitted, None, [NoForm() for _ in members], components, None, returns)
+    if not any(cell.scale for cell in cells):
+        return ClosedForm(fitted, None, [NoForm() for _ in members], cells, weights, None, returns)
     try:
-        forms = [quadratic_form(each, network) if isinstance(each, Linearised) else NoForm() for each in members]
+        axes = SharedAxes.of(members)
+        each = (quadratic_form(each, network) if isinstance(each, Linearised) else NoForm() for each in members)
+        forms = list(each) if axes is None else [axes]
     except UnsupportedError as error:  # too many weights for their covariance
         return Predicting(fitted, returns, str(error).rstrip("."))
     shift = None if network.shift is None else network.layout[0].arrange(network.selection.split(network.shift))[0]
-    return ClosedForm(fitted, head_of(network), forms, components, shift, returns)
+    return ClosedForm(fitted, head_of(network), forms, cells, weights, shift, returns)
 
 
-def _components(posterior: Posterior) -> tuple[list[Component], list[Posterior]]:
-    """Return what the predictive is averaged from, and the posterior of each belief."""
+def _components(posterior: Posterior) -> tuple[tuple[Cell, ...], Tensor, tuple[Posterior, ...]]:
+    """Return what the predictive is averaged from, their weights, and the posterior of each belief."""
     if not isinstance(posterior, MixturePosterior):
-        return [Component(0, float(posterior.has_spread), posterior.problem.likelihood, 1.0)], [posterior]
-    pairs = zip(posterior.cells, posterior.weights.tolist(), strict=True)
-    return [Component(c.belief, c.scale, c.likelihood, w) for c, w in pairs], list(posterior.members)
+        cell = Cell(0, posterior.problem.likelihood, float(posterior.has_spread))
+        return (cell,), torch.ones(1, dtype=torch.float64), (posterior,)
+    return posterior.cells, posterior.weights, posterior.members

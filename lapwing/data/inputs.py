@@ -242,6 +242,8 @@ def plain_tensors(inputs: Inputs) -> list[Tensor]:
 
 def wants_slopes(tree: Inputs) -> bool:
     """Return whether results are to be differentiable in these inputs: one requires a gradient, and grad mode is on."""
+    if isinstance(tree, Tensor):
+        return tree.requires_grad and torch.is_grad_enabled()
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(tree))
 
 
@@ -356,7 +358,7 @@ def accepts_arguments(
 
 def refuse_meta(*trees: Inputs) -> None:
     """Raise if a tensor is on the meta device: it has a shape and no numbers."""
-    if any(t.is_meta for tree in trees for t in tensors_in(tree)):
+    if any(tree.is_meta if isinstance(tree, Tensor) else any(t.is_meta for t in tensors_in(tree)) for tree in trees):
         raise DataError("a tensor is on the meta device and has no numbers; expected data on a CPU or a GPU.")
 
 
@@ -366,6 +368,8 @@ def move_inputs(inputs: Inputs, move: Callable[[Tensor], Tensor]) -> Inputs:
     Raises:
         DataError: If a tensor has no numbers.
     """
+    if type(inputs) is Tensor and not inputs.is_nested and not inputs.is_meta:
+        return move(inputs)
     inputs = map_leaves(inputs, to_sample_set)
     refuse_meta(inputs)
     return map_tensors(inputs, move)
@@ -374,7 +378,7 @@ def move_inputs(inputs: Inputs, move: Callable[[Tensor], Tensor]) -> Inputs:
 def check_finite(tree: Inputs, what: str) -> None:
     """Raise if any floating-point tensor holds NaN or infinity."""
     refuse_meta(tree)
-    for each in tensors_in(tree):
+    for each in (tree,) if isinstance(tree, Tensor) else tensors_in(tree):
         tensor = each.detach()
         # A sum is finite only if every term is, and is ten times cheaper than a test of each. It may overflow where
         # no term does, so the terms are tested where the sum is not finite.

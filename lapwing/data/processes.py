@@ -349,6 +349,8 @@ def in_all_processes(call: Call) -> Call:
 
     @functools.wraps(call)
     def run(*args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> Any:
+        if process_group is None:
+            return call(*args, **kwargs)
         with Processes.of(process_group).share_errors():
             return call(*args, process_group=process_group, **kwargs)
 

@@ -22,9 +22,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
@@ -271,11 +273,14 @@ def outside_autocast(call_model: Call) -> Call:
     @refuse_other_arguments
     @functools.wraps(call_model)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with defer_interrupts(), ExitStack() as stack:
-            for kind in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(kind):
+        with defer_interrupts():
+            kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+            if not kinds:
+                return call_model(*args, **kwargs)
+            with ExitStack() as stack:
+                for kind in kinds:
                     stack.enter_context(torch.autocast(kind, enabled=False))
-            return call_model(*args, **kwargs)
+                return call_model(*args, **kwargs)
 
     return run  # type: ignore[return-value]
 
@@ -322,10 +327,11 @@ def model_output(
     ``values`` and ``output`` as for ``raw_output``.
     """
     poll()
-    if any(t.is_inference() for t in tensors_in(inputs)):  # those cannot be saved for a gradient
+    tensors = (inputs,) if isinstance(inputs, Tensor) else tensors_in(inputs)
+    if any(t.is_inference() for t in tensors):  # those cannot be saved for a gradient
         inputs = map_tensors(inputs, lambda t: t.clone() if t.is_inference() else t)
     try:
-        with borrow_copy(model) as one, unfused_attention, without_checkpoints():
+        with borrow_copy(model) as one, unfused_attention, without_checkpoints:
             if values is None:
                 out = call_model(one, inputs)
             else:
@@ -366,6 +372,26 @@ def output_without_graph(model: nn.Module, inputs: Inputs, plain_kernels: bool =
         return raw_output(model, inputs)
 
 
+def output_and_features(model: nn.Module, inputs: Inputs, layer: str) -> tuple[Tensor, Tensor] | None:
+    """Return what ``raw_output`` returns, without a graph, and the input of the ``nn.Linear`` of this name.
+
+    None if its output is not the output of the model as it is, or it runs more than once.
+    """
+    seen: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad(), borrow_copy(model) as one:
+        last: Any = one.get_submodule(layer)
+
+        def forward(features: Tensor) -> Tensor:
+            out = F.linear(features, last.weight, last.bias)
+            seen.append((features, out))
+            return out
+
+        vars(last)["forward"] = forward
+        raw = raw_output(one, inputs)
+        del vars(last)["forward"]
+    return (raw, seen[0][0]) if len(seen) == 1 and raw is seen[0][1] else None
+
+
 def loss_of_model(model: nn.Module, batch: Batch, plain_kernels: bool) -> Tensor | None:
     """Return the loss that a model with an argument ``labels`` returns for these targets; None if it returns none."""
     if not has_argument(model, "labels") or not batch.targets_are_labels:
@@ -376,7 +402,7 @@ def loss_of_model(model: nn.Module, batch: Batch, plain_kernels: bool) -> Tensor
             select_kernels(plain_kernels),
             borrow_copy(model) as one,
             unfused_attention,
-            without_checkpoints(),
+            without_checkpoints,
         ):
             out = call_model(one, batch.inputs, labels=batch.targets)
     except CALL_ERRORS as error:
@@ -615,22 +641,35 @@ def copy_modules(model: nn.Module, tensors: Mapping[int, nn.Parameter] | None = 
     """Return a copy of the modules; ``tensors`` maps ids of tensors to others that take their place."""
     copy = _CopyBuilder(dict(tensors or {}))
     new = copy.module(model)
-    before: list[tuple[Any, Any]] = []
-    vars(new)[WRITTEN_KEY] = before
-    before.extend((each, dict(each) if isinstance(each, dict) else list(each)) for each in copy.containers)
+    written = vars(new)[WRITTEN_KEY] = _Written()
+    written.note(copy.containers)
     return new
 
 
-def undo_writes(model: nn.Module) -> None:
-    """Undo what a run wrote into the modules of a copy, and into the dictionaries, lists and sets that they hold."""
-    for container, before in vars(model)[WRITTEN_KEY]:
-        if isinstance(container, dict):
-            if len(container) != len(before) or not all(map(operator.is_, container.values(), before.values())):
-                dict.clear(container)
-                dict.update(container, before)
-        elif len(container) != len(before) or not all(map(operator.is_, container, before)):
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(before)
+class _Written:
+    """The dictionaries, lists and sets that a run of a copy may write into, and what was in them before."""
+
+    def note(self, containers: list[Any]) -> None:
+        """Note what is in them now."""
+        self._mappings = [each for each in containers if isinstance(each, dict)]
+        self._others = [(each, list(each)) for each in containers if not isinstance(each, dict)]
+        self._before = list(map(dict, self._mappings))
+        self._lengths = list(map(len, self._mappings))
+        self._values = list(chain.from_iterable(map(dict.values, self._mappings)))
+
+    def undo(self) -> None:
+        """Undo what was written since."""
+        mappings = self._mappings  # all at once first: mostly nothing was written
+        same = list(map(len, mappings)) == self._lengths
+        if not same or not all(map(operator.is_, chain.from_iterable(map(dict.values, mappings)), self._values)):
+            for mapping, held in zip(mappings, self._before, strict=True):
+                if len(mapping) != len(held) or not all(map(operator.is_, mapping.values(), held.values())):
+                    dict.clear(mapping)
+                    dict.update(mapping, held)
+        for container, before in self._others:
+            if len(container) != len(before) or not all(map(operator.is_, container, before)):
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(before)
 
 
 def make_shareable(model: nn.Module) -> nn.Module:
@@ -661,7 +700,7 @@ def borrow_copy(model: nn.Module) -> Iterator[nn.Module]:
     except IndexError:
         one = copy_modules(model)
     yield one
-    undo_writes(one)
+    vars(one)[WRITTEN_KEY].undo()
     idle.append(one)  # not after an error
 
 

@@ -33,6 +33,7 @@ from lapwing.networks.forward import (
     borrow_copy,
     is_recurrent,
     needs_plain_kernels,
+    output_and_features,
     output_without_graph,
     raw_output,
     recording,
@@ -50,7 +51,7 @@ from lapwing.networks.passes import forward_products
 from lapwing.networks.pull import seed_by_seed
 from lapwing.networks.rules import Pattern
 from lapwing.networks.selection import Selection, Weights, all_weights
-from lapwing.networks.tangent import Tangent, compare
+from lapwing.networks.tangent import LastLayerTangent, Tangent, compare
 from lapwing.runtime.memory import concat_chunks
 from lapwing.runtime.states import (
     MOST,
@@ -427,19 +428,63 @@ class Network:
         return Tangent(self._of_shape(tuple(f.shape[1:])), inputs, raw, graph, differentiable)
 
     def tangents(
-        self, inputs: Inputs, seeds: int | None = None, most: int | None = None, chosen: ChosenOutputs | None = None
-    ) -> Iterator[tuple[slice, Tangent]]:
+        self, inputs: Inputs, seeds: int | None = None, most: int | None = None, chosen: ChosenOutputs | None = None,
+        graph: bool = True,
+    ) -> Iterator[tuple[slice, Tangent]]:  # fmt: skip
         """Yield the batch linearised in chunks that fit the byte budget, of at most ``most`` samples each.
 
-        With ``chosen``, the tangents are those of some outputs.
+        With ``chosen``, the tangents are those of some outputs. Without ``graph`` they need not have one.
         """
         network, batch = self.for_inputs(inputs), self.count(inputs)
         shape = network.output_shape if chosen is None else chosen.shape(network.output_shape)
         seeds = torch.Size(shape).numel() if seeds is None else seeds
         for part in network.footprint.chunks(batch, seeds, network.dtype, network.device, most):
             whole = part == slice(0, batch)
-            tangent = network.linearise(inputs if whole else network.take(inputs, part))
+            rows = inputs if whole else network.take(inputs, part)
+            tangent = network.linearise(rows) if graph else network.tangent_of_features(rows)
             yield part, tangent if chosen is None else replace(tangent, chosen=chosen.samples(part))
+
+    @cached_property
+    def last_linear(self) -> str | None:
+        """The name of the ``nn.Linear`` that makes the outputs (B, C), if its weights are the selected ones.
+
+        Its input and unit vectors are then the Jacobian, without a graph. A copy of the model must run.
+        """
+        block, name = self.layout[0], self.head.rpartition(".")[0]
+        lone = len(self.layout) == 1 and block.weight == self.head and self.selection.index is None
+        lone = lone and block.bias in (None, f"{name}.bias" if name else "bias")
+        if not (lone and self.head and self.private and len(self.output_shape) == 1 and not self.plain_kernels):
+            return None
+        layer = self.replica.get_submodule(name)
+        users = [n for n, p in self.replica.named_parameters(remove_duplicate=False) if p is layer.weight]
+        same = type(layer) is nn.Linear and "forward" not in vars(layer) and len(users) == 1
+        return name if same and self.arithmetic == self.dtype and self.shift is None else None
+
+    def features(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+        """Return the outputs f (B, C) and the inputs (B, D) of the last layer, without a one for its bias.
+
+        None unless ``last_linear`` is the only map that these outputs depend on with selected weights, or if they want
+        slopes.
+        """
+        if self.last_linear is None or not self._memory.ends_linear or wants_slopes(inputs):
+            return None
+        both = output_and_features(self.replica, inputs, self.last_linear)
+        if both is None or both[0].ndim != 2 or not both[0].dtype == both[1].dtype == self.dtype:
+            self._memory.ends_linear = False  # do not run the model twice the next time
+            return None
+        return self._require_known_form(both[0]), both[1]
+
+    def features_at_once(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+        """Return ``features``, if there are any and all samples together fit the byte budget."""
+        if self.last_linear is None or not isinstance(inputs, Tensor):
+            return None
+        runs = self.footprint.forward_runs(len(inputs), self.dtype, self.device)
+        return self.features(inputs) if next(runs, slice(0)).stop == len(inputs) else None
+
+    def tangent_of_features(self, inputs: Inputs) -> Tangent:
+        """Return the batch linearised for predictions: without a graph where the features tell the Jacobian."""
+        both = self.features(inputs)
+        return self.linearise(inputs) if both is None else LastLayerTangent(self, inputs, both[0], features=both[1])
 
     def count(self, inputs: Inputs) -> int:
         """Return how many samples a batch has; the model runs only where the tensors do not tell."""
@@ -521,4 +566,5 @@ class _Memory:
     patterns: dict[object, list[Pattern | None]] = field(default_factory=dict)
     sizes: dict[object, tuple[int, ...]] = field(default_factory=dict)  # of outputs: see _sizes
     entries: tuple[Entries, ...] | None = None  # see Network.entries
+    ends_linear: bool = True  # whether all outputs so far were those of the last layer as they are, see last_linear
     checked: set[object] = field(default_factory=set)  # the graphs whose Jacobians agree with autograd's

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial, reduce
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -519,6 +519,26 @@ MODULE_DICTS = {"_parameters", "_buffers", "_modules"}
 
 
 ABSENT = object()
+
+
+@dataclass(frozen=True, eq=False)
+class LastLayerTangent(Tangent):
+    """The tangent of a network whose selected weights are those of the ``nn.Linear`` that makes its outputs (B, C).
+
+    It has no graph: the Jacobian is the outer product of the seeds and the features, the inputs of this layer.
+    """
+
+    graph: Graph = field(init=False)
+    features: Tensor = field(kw_only=True)  # (B, D), without the one of a bias
+
+    def jacobians(self, seeds: Tensor | None = None, tokens: int = 1) -> LayerJacobians:
+        network, a = self.network, self.features
+        seeds = self.seeds(slice(0, self.shape[-1])) if seeds is None else seeds
+        if network.layout[0].bias is not None:
+            a = torch.cat([a, torch.ones_like(a[:, :1])], 1)
+        part = LinearJacobian(a[None, :, None], seeds[None, :, :, None])
+        sizes = len(a), len(seeds), network.dtype, tokens
+        return LayerJacobians((partial(_constant, part),), network.layout, network.selection, *sizes)
 
 
 def compare(tangent: Tangent, first: bool) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lapwing.data.batches import Data
-from lapwing.data.inputs import Inputs, check_finite
+from lapwing.data.inputs import Inputs, check_finite, wants_slopes
 from lapwing.errors import FileError, ModelError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
+from lapwing.likelihoods.labels import Categorical
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional, outputs_along
@@ -28,9 +30,11 @@ from lapwing.posteriors.base import (
     predict_from_draws,
     short_number,
 )
-from lapwing.posteriors.weight_space import beliefs_at, with_update_remark
+from lapwing.posteriors.weight_space import SharedAxes, beliefs_at, last_layer_axes, with_update_remark
 from lapwing.predictives.base import Predictive
+from lapwing.predictives.labels import CLASSES_TOGETHER, ClassMixture, SoftmaxPredictive
 from lapwing.problem import Problem, Statistics
+from lapwing.runtime.memory import batch_size_for
 from lapwing.runtime.states import (
     ROUNDING,
     SMALLEST,
@@ -51,6 +55,7 @@ from lapwing.runtime.threads import uniform
 from lapwing.values.gaussian import Deferred, FunctionGaussian, FunctionSamples, Query, differentiable_beliefs
 
 Draws = Callable[[Posterior, int], Tensor]  # from a posterior and a number to so many draws
+TOGETHER_COPIES = 4  # of the covariances of all cells, while they are made and linked
 NEGLIGIBLE = 1e-3  # part of the largest weight below which a cell is dropped
 SHOWN_OFFSETS = 4  # offsets of the logits that a summary lists
 SMALLEST_SHARE = 0.005  # of the shares that it lists
@@ -84,6 +89,41 @@ class Cell:
     def spread(self) -> float:
         """The factor of V in the cell's covariance of f; Student tails widen f and the noise alike."""
         return self.scale * self.likelihood.widening
+
+
+class CellLogits(nn.Module):
+    """The moments of the logits that each of K cells predicts from, made of those of L beliefs, for all cells at once.
+
+    A cell that has no spread must not be asked for slopes: that of a standard deviation at zero is infinite.
+    """
+
+    belief: Tensor
+    factor: Tensor
+    spread: Tensor
+    offset: Tensor | None
+
+    def __init__(self, cells: Sequence[Cell], dtype: torch.dtype) -> None:
+        super().__init__()
+        factors = [1 / cell.likelihood.link_temperature for cell in cells]  # type: ignore[operator]
+        spreads = [cell.scale * factor**2 for cell, factor in zip(cells, factors, strict=True)]
+        offsets = [cell.likelihood.logit_offset for cell in cells]
+        moved = any(offset is not None for offset in offsets)
+        zero = torch.zeros(1, dtype=torch.float64)
+        rows = torch.broadcast_tensors(*(zero if each is None else each.reshape(-1).cpu() for each in offsets))
+        self.register_buffer("belief", torch.tensor([cell.belief for cell in cells]))
+        self.register_buffer("factor", torch.tensor(factors, dtype=torch.float64).to(dtype))
+        self.register_buffer("spread", torch.tensor(spreads, dtype=torch.float64).to(dtype))
+        self.register_buffer("offset", torch.stack(rows).to(dtype) if moved else None)
+
+    def means(self, mean: Tensor) -> Tensor:
+        """Return the means (K, ..., C), given that of the outputs (..., C)."""
+        ones = [1] * mean.ndim
+        means = self.factor.reshape(-1, *ones) * mean
+        return means if self.offset is None else means + self.offset.reshape(len(self.offset), *ones[1:], -1)
+
+    def covariances(self, covs: Tensor) -> Tensor:
+        """Return the covariances (K, ..., C, C), given those of the beliefs (L, ..., C, C)."""
+        return self.spread.reshape(-1, *[1] * (covs.ndim - 1)) * covs.index_select(0, self.belief)
 
 
 @saved
@@ -246,6 +286,12 @@ class MixturePosterior(Posterior):
         """The factor of the covariance of each belief in that of the mixture, (K,)."""
         return self._by_belief([cell.spread for cell in self.cells])
 
+    @cached_property
+    def _wide_shares(self) -> list[float]:
+        """The weight of each belief in the cells that have a spread."""
+        shares: list[float] = self._by_belief([float(cell.scale > 0) for cell in self.cells]).tolist()
+        return shares
+
     def _by_belief(self, values: list[float]) -> Tensor:
         number = torch.tensor([cell.belief for cell in self.cells])
         weighted = self.weights.cpu() * torch.tensor(values, dtype=torch.float64)
@@ -256,14 +302,69 @@ class MixturePosterior(Posterior):
 
         Functions are drawn from the beliefs by the weights of their cells; cells with the same belief share them.
         """
-        wide = self._by_belief([float(cell.scale > 0) for cell in self.cells]).tolist()
-        numbers = draw_numbers(self.members, self.problem.likelihood, wide, samples, x)
+        numbers = draw_numbers(self.members, self.problem.likelihood, self._wide_shares, samples, x)
         if numbers:
             return predict_from_draws(self.members, x, numbers, self.kept_draws, self._average)
+        if self._logits is not None and not wants_slopes(x):
+            together = self._predict_together(x)
+            if together is not None:
+                return together
         beliefs = differentiable_beliefs(lambda inner: beliefs_at(self.members, inner), x)
         for mean in {id(belief.mean): belief.mean for belief in beliefs}.values():
             check_finite(mean, "outputs of the network")
         return self._average(beliefs)
+
+    @cached_property
+    def _logits(self) -> CellLogits | None:
+        """The logits of all cells; None unless all are of a few classes and differ in nothing else."""
+        likelihoods, network = [cell.likelihood for cell in self.cells], self.problem.network
+        kinds = {(type(each), getattr(each, "link", ""), getattr(each, "samples", 0)) for each in likelihoods}
+        seeds = {getattr(each, "seed", 0) for each in likelihoods}
+        one = len(kinds) == len(seeds) == 1 and type(likelihoods[0]) is Categorical
+        if not one or len(network.output_shape) > 1 or network.output_shape[-1] > CLASSES_TOGETHER:
+            return None
+        return CellLogits(self.cells, network.dtype).to(network.device)
+
+    @cached_property
+    def _axes(self) -> SharedAxes | None:
+        """The form of the covariances in the features of the last layer; None if there is none."""
+        return last_layer_axes(self.members)
+
+    @cached_property
+    def _differences(self) -> Tensor | None:
+        """The matrix from squared features to the variances of all differences of logits; None if it would be large."""
+        if self._axes is None or self._logits is None:
+            return None
+        with torch.no_grad():
+            return self._axes.differences(self._logits.belief, self._logits.spread)
+
+    def _predict_together(self, x: Inputs) -> Predictive | None:
+        """Return the predictive of classes from the moments of all cells; None where these take too much memory."""
+        network, likelihood = self.problem.network, self.cells[0].likelihood
+        count, outputs = network.count(x), network.output_shape[-1]
+        each = TOGETHER_COPIES * network.dtype.itemsize * count * outputs**2
+        if batch_size_for(len(self.cells), each, network.device) < len(self.cells):
+            return None
+        logits, axes = self._logits, self._axes
+        both = None if axes is None else network.features_at_once(x)
+        assert logits is not None
+        assert isinstance(likelihood, Categorical)
+        if both is None or axes is None:
+            beliefs = beliefs_at(self.members, x)
+            mean = beliefs[0].mean
+            if any(each.mean is not mean for each in beliefs):
+                return self._average(beliefs)
+            covariance: Tensor | Deferred = logits.covariances(torch.stack([each.cov for each in beliefs]))
+        else:
+            mean, a = both
+            cov, matrix, sizes = lambda: logits.covariances(axes(a)), self._differences, (-1, outputs, outputs)
+            spread = partial(lambda rows: F.linear(axes.squares(a), rows).unflatten(-1, sizes).transpose(0, 1), matrix)
+            variance = lambda: cov().diagonal(dim1=-2, dim2=-1)
+            covariance = Deferred(variance, cov, None, None if matrix is None else spread)
+        check_finite(mean, "outputs of the network")
+        moments = FunctionGaussian(logits.means(mean), covariance)
+        predictive = SoftmaxPredictive(moments, likelihood.link, likelihood.samples, likelihood.seed)
+        return ClassMixture((predictive,), self.weights)
 
     def _average(self, beliefs: Sequence[FunctionGaussian] | Sequence[FunctionSamples]) -> Predictive:
         """Return the average of the predictives of all cells, given the belief of each posterior."""

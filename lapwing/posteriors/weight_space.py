@@ -9,7 +9,8 @@ from functools import cached_property, partial
 from typing import ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lapwing.curvature.base import Curvature, Estimate, Precision
 from lapwing.data.batches import Data
@@ -237,7 +238,7 @@ def moments_at(
     means: list[Tensor] = []
 
     def parts() -> Iterator[Tensor]:
-        for _, tangent in network.tangents(x, chosen=query.outputs):
+        for _, tangent in network.tangents(x, chosen=query.outputs, graph=False):
             means.append(tangent.f.to(network.dtype))
             yield second(tangent)
 
@@ -420,6 +421,8 @@ class WeightPosterior(AtCentre):
         if query.joint:
             return super().belief(x, query)
         network = self.problem.network
+        if query.outputs is None and self._axes is not None and (both := network.features_at_once(x)) is not None:
+            return FunctionGaussian(both[0], self._axes(both[1])[0])
         if query.shape(network.output_shape)[-1] <= COVARIANCE_OUTPUTS:
             return FunctionGaussian(*self._moments(x, query, token_covariances))
         centred = partial(output_variances, centred=True)
@@ -463,6 +466,11 @@ class WeightPosterior(AtCentre):
         with torch.no_grad():
             prior = self.problem.prior
             return self.current.precision(self._phi.detach(), replace(prior, values=prior.values.detach()))
+
+    @cached_property
+    def _axes(self) -> SharedAxes | None:
+        """The form of the covariances in the features of the last layer; None if there is none."""
+        return last_layer_axes([self])
 
     @property
     def condition(self) -> float:
@@ -586,6 +594,90 @@ class WeightPosterior(AtCentre):
         if each and problem.likelihood.ratios is None:
             raise FileError("one curvature for each output and one noise for all; expected a noise for each")
         return cls(problem, **fields, mode=mode, estimate=estimate)
+
+
+MAX_AXES = 2**22  # numbers of the axes of a last layer that are held once more for predictions
+
+
+class SharedAxes(nn.Module):
+    """U diag(W (Vᵀa)²) Uᵀ for features a (..., D) of the last layer: the form of Kron, EKron and Diagonal.
+
+    The covariances of the outputs (L, ..., C, C), under L beliefs with the same axes.
+
+    Args:
+        outputs: U (C, w).
+        inputs: V (D, v); with a row more if there is a bias, whose features are given without a one.
+        weights: W of each belief, (L, w, v).
+        with_bias: Whether there is a bias.
+    """
+
+    outputs: Tensor
+    inputs: Tensor
+    bias: Tensor | None
+    weights: Tensor
+
+    def __init__(self, outputs: Tensor, inputs: Tensor, weights: Tensor, with_bias: bool = False) -> None:
+        super().__init__()
+        self.sizes = weights.shape[:2]
+        self.register_buffer("outputs", outputs.contiguous())
+        self.register_buffer("inputs", (inputs[:-1] if with_bias else inputs).mT.contiguous())
+        self.register_buffer("bias", inputs[-1].contiguous() if with_bias else None)
+        self.register_buffer("weights", weights.flatten(0, 1).contiguous())
+
+    @classmethod
+    def of(cls, members: Sequence[Posterior]) -> SharedAxes | None:
+        """Return the form that posteriors over the last layer of one network share; None if they have none."""
+        network = members[0].problem.network
+        block = network.layout[0]
+        if len(network.layout) > 1 or network.selection.index is not None or not block.linear or block.groups > 1:
+            return None
+        if any(not isinstance(each, WeightPosterior) or each.problem.network is not network for each in members):
+            return None
+        axes = [each.precision.axes() for each in members if isinstance(each, WeightPosterior)]
+        first = axes[0]
+        if first is None:
+            return None
+        weights = [each[2] for each in axes if each and all(map(torch.equal, each[:2], first[:2]))]
+        if len(weights) < len(axes):
+            return None
+        return cls(first[0], first[1], torch.stack(weights), block.bias is not None).to(network.dtype)
+
+    def squares(self, a: Tensor) -> Tensor:
+        """Return (Vᵀa)², (..., v)."""
+        return F.linear(a, self.inputs, self.bias).square()
+
+    def differences(self, belief: Tensor, spread: Tensor) -> Tensor | None:
+        """Return the matrix (K C C, v) from these squares to the variances of the differences of every two outputs.
+
+        For K cells: each takes one of the L beliefs (K,) and multiplies its variances by ``spread`` (K,). Nothing
+        cancels, and no covariance is formed. None if the matrix would be large.
+        """
+        if len(belief) * len(self.outputs) ** 2 * len(self.inputs) > MAX_AXES:
+            return None
+        weights = self.weights.unflatten(0, self.sizes)[belief] * spread[:, None, None]
+        gaps = (self.outputs.unsqueeze(1) - self.outputs).square().flatten(0, 1)  # (C C, w)
+        return (gaps @ weights).flatten(0, 1)
+
+    def forward(self, a: Tensor) -> Tensor:
+        outputs = self.outputs
+        scales = F.linear(self.squares(a), self.weights).unflatten(-1, self.sizes)  # along the axes, (..., L, w)
+        return ((outputs * scales.unsqueeze(-2)) @ outputs.mT).movedim(-3, 0)
+
+
+def last_layer_axes(members: Sequence[Posterior]) -> SharedAxes | None:
+    """Return the form for predictions from the features of the network (``Network.features``); None if there is none.
+
+    It is held beside the posterior, so that wide layers go without.
+    """
+    network = members[0].problem.network
+    if (
+        network.last_linear is None
+        or network.layout[0].d_in ** 2 > MAX_AXES
+        or network.output_shape[-1] > COVARIANCE_OUTPUTS
+    ):
+        return None
+    with torch.no_grad():
+        return SharedAxes.of(members)
 
 
 def beliefs_at(

@@ -14,7 +14,7 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.predictives.scores import ClassScoring, LabelScoring, NumberScoring, Scoring
-from lapwing.runtime.memory import chunks, concat_chunks
+from lapwing.runtime.memory import batch_size_for, chunks, concat_chunks
 from lapwing.runtime.settings import PROBABILITY, TENSOR, describe, integer
 from lapwing.runtime.threads import classes, uniform
 
@@ -332,8 +332,11 @@ class Mixture(Predictive, Generic[P]):
         first, each = values[0], 3 * len(self.weights) * values[0].element_size()
         if first.ndim == 1 or not first.numel():
             return summed(torch.cat(values))
-        some = chunks(first.shape[1], each * first[0, 0].numel(), first.device)
-        return concat_chunks((summed(torch.cat([v[:, rows] for v in values])) for rows in some), first.shape[1])
+        count, width = first.shape[1], first[0, 0].numel()
+        if batch_size_for(count, each * width, first.device) >= count:
+            return summed(first if len(values) == 1 else torch.cat(values))
+        some = chunks(count, each * width, first.device)
+        return concat_chunks((summed(torch.cat([v[:, rows] for v in values])) for rows in some), count)
 
     def log_prob(self, y: Tensor) -> Tensor:
         return self.log_average(lambda component: component.log_prob(y))

@@ -24,7 +24,7 @@ from lapwing.predictives.base import (
     check_numbers,
     is_soft,
 )
-from lapwing.runtime.memory import chunks, concat_chunks
+from lapwing.runtime.memory import batch_size_for, chunks, concat_chunks
 from lapwing.runtime.settings import integer
 from lapwing.runtime.threads import uniform
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples, by_nodes, normal_rule, psd_root
@@ -57,7 +57,9 @@ def pairwise(belief: FunctionGaussian) -> Tensor:
     their mean over classes is taken off, which needs no (C, C) covariance. Cost: O(C²) for each input, in chunks.
     """
     mean, outputs = belief.mean, belief.mean.shape[-1]
-    flat = mean.reshape(-1, outputs)
+    flat, each = mean.reshape(-1, outputs), LINK_COPIES * mean.element_size() * outputs**2
+    if outputs <= PAIRED_CLASSES and batch_size_for(len(flat), each, flat.device) >= len(flat) > 0:
+        return pairwise_logits(mean, belief.differences, flat.numel() * outputs <= FEW_PAIRS).log_softmax(-1)
     if outputs <= PAIRED_CLASSES:
         cov = belief.cov.reshape(-1, outputs, outputs)
         own = cov.diagonal(dim1=-2, dim2=-1)
@@ -66,7 +68,7 @@ def pairwise(belief: FunctionGaussian) -> Tensor:
         if not bool((own > 0).any()):  # the plain network: l is log softmax(m), which takes no pairs
             return mean.log_softmax(-1)
     logits = []
-    for part in chunks(len(flat), LINK_COPIES * flat.element_size() * outputs**2, flat.device):
+    for part in chunks(len(flat), each, flat.device):
         spread = own[part].unsqueeze(-1) + own[part].unsqueeze(-2)
         if cov is not None:
             spread = torch.add(spread, cov[part], alpha=-2).clamp_min(0)
@@ -74,11 +76,19 @@ def pairwise(belief: FunctionGaussian) -> Tensor:
     return torch.cat(logits).reshape(mean.shape).log_softmax(-1) if logits else mean.log_softmax(-1)
 
 
-def pairwise_logits(mean: Tensor, spread: Tensor) -> Tensor:
-    """Return l (..., C) of ``pairwise`` from the means (..., C) and the variances s of all differences, (..., C, C)."""
+FEW_PAIRS = 2**11  # pairs of logits up to which the number of operations decides about the time
+
+
+def pairwise_logits(mean: Tensor, spread: Tensor, few: bool = False) -> Tensor:
+    """Return l (..., C) of ``pairwise`` from the means (..., C) and the variances s of all differences, (..., C, C).
+
+    ``few`` takes fewer operations, which is faster for up to ``FEW_PAIRS`` of them.
+    """
     ahead = mean.unsqueeze(-2) - mean.unsqueeze(-1)  # m_i - m_k
-    shrink = torch.add(torch.ones_like(spread[:1, :1, :1]), spread, alpha=LOGISTIC).rsqrt()
-    return -torch.logsumexp(ahead * shrink, -1)
+    scaled = ahead * (LOGISTIC * spread).add_(1).rsqrt_()
+    if few:  # the entry i = k of row k is zero, so that its log-softmax is minus the logarithm of the sum
+        return scaled.log_softmax(-1).diagonal(dim1=-2, dim2=-1)
+    return -torch.logsumexp(scaled, -1)
 
 
 def bridge(belief: FunctionGaussian) -> Tensor:
@@ -213,6 +223,10 @@ class ClassMixture(ClassPredictive, LabelMixture[ClassPredictive]):
     @cached_property
     def log_probs(self) -> Tensor:
         return self.log_average(lambda component: component.log_probs)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        return self.average(lambda component: component.probs)
 
 
 class BinaryMixture(LabelMixture[MultilabelPredictive], MultilabelPredictive):

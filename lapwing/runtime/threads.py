@@ -25,6 +25,7 @@ Numbers are drawn on the device of the generator and then moved, so that one see
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import functools
 import logging
 import math
@@ -53,55 +54,57 @@ FORWARD_MODE = threading.RLock()  # PyTorch has one level of forward mode for al
 
 
 class Switch:
-    """A context in which ``change`` is in force; threads may be in it together."""
+    """A context in which ``change`` is in force, which returns how to undo it; threads may be in it together."""
 
-    def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
-        self._change, self._inside, self._undo = change, 0, ExitStack()
+    def __init__(self, change: Callable[[], Callable[[], object]]) -> None:
+        self._change, self._inside = change, 0
+        self._undo: Callable[[], object] = change
 
     def __enter__(self) -> None:
         with LOCK:
             if self._inside == 0:
-                self._undo.enter_context(self._change())
+                self._undo = self._change()
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
         with LOCK:
             self._inside -= 1
             if self._inside == 0:
-                self._undo.close()
+                self._undo()
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _without_warnings() -> Callable[[], object]:
+    stack = ExitStack()
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")
+    return stack.close
 
 
-@contextmanager
-def _own_kernels() -> Iterator[None]:
-    with _without_warnings(), torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
-        yield
+def _own_kernels() -> Callable[[], object]:
+    stack = ExitStack()
+    stack.callback(_without_warnings())
+    stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+    stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+    return stack.close
 
 
-@contextmanager
-def _with_flags(flags: Mapping[Callable[[bool], None], tuple[bool, bool]]) -> Iterator[None]:
-    """Set each flag to the first value, and to the second one afterwards."""
-    for put, (value, _) in flags.items():
-        put(value)
-    try:
-        yield
-    finally:
-        for put, (_, before) in flags.items():
-            put(before)
+def _with_flags(flags: Mapping[Callable[[bool], None], tuple[bool, bool]]) -> Callable[[], object]:
+    """Set each flag to the first value, and return what sets it to the second one."""
+
+    def put_all(number: int) -> None:
+        for put, values in flags.items():
+            put(values[number])
+
+    put_all(0)
+    return functools.partial(put_all, 1)
 
 
-def _unfused_attention() -> AbstractContextManager[None]:
+def _unfused_attention() -> Callable[[], object]:
     mha = torch.backends.mha
     return _with_flags({mha.set_fastpath_enabled: (False, mha.get_fastpath_enabled())})
 
 
-def _math_attention() -> AbstractContextManager[None]:
+def _math_attention() -> Callable[[], object]:
     # Not torch.nn.attention.sdpa_kernel: what one thread enters there, another cannot leave.
     cuda = torch.backends.cuda
     return _with_flags({
@@ -151,34 +154,33 @@ def _other(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[No
     return run
 
 
-@contextmanager
-def _replace_checkpoints() -> Iterator[None]:
+def _replace_checkpoints() -> Callable[[], object]:
     module = torch.utils.checkpoint
     kinds: dict[str, Callable[[Any], Any]] = {REENTRANT: _Reentrant, NON_REENTRANT: _other}
     before = {name: getattr(module, name) for name in kinds if hasattr(module, name)}
     for name, original in before.items():
         setattr(module, name, kinds[name](original))
-    try:
-        yield
-    finally:
-        for name, original in before.items():
-            setattr(module, name, original)
+    return lambda: vars(module).update(before)
 
 
-_switch = Switch(_replace_checkpoints)
+class _WithoutCheckpoints(Switch):
+    """A run of checkpointed parts of models as they are, in this thread; others are not affected."""
 
-
-@contextmanager
-def without_checkpoints() -> Iterator[None]:
-    """Run checkpointed parts of models as they are, in this thread; others are not affected."""
-    with _switch:
+    def __enter__(self) -> None:
+        super().__enter__()
         _here.depth = getattr(_here, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            _here.depth -= 1
+
+    def __exit__(self, *_: object) -> None:
+        _here.depth -= 1
+        super().__exit__()
 
 
+without_checkpoints = _WithoutCheckpoints(_replace_checkpoints)
+
+
+SIGINT = int(
+    signal.SIGINT
+)  # with _signal, whose functions look up no names: a prediction takes a tenth of a millisecond
 HANG_SECONDS = 5.0  # seconds after which a second Ctrl-C is raised at once: the model may hang
 
 
@@ -216,19 +218,19 @@ def defer_interrupts() -> Iterator[None]:
     """Note Ctrl-C until ``poll`` or the end of the outermost such block; in other threads do nothing."""
     global _waiting
     outer = _waiting is None and threading.current_thread() is threading.main_thread()
-    previous = signal.getsignal(signal.SIGINT) if outer else None
+    previous = _signal.getsignal(SIGINT) if outer else None
     if not callable(previous):  # not ours to change: ignored, or the default, which ends the process
         yield
         return
     waiting = _Waiting(previous)
     try:
         _waiting = waiting
-        signal.signal(signal.SIGINT, waiting)
+        _signal.signal(SIGINT, waiting)
         yield
     finally:
         _waiting = None
-        if signal.getsignal(signal.SIGINT) is waiting:
-            signal.signal(signal.SIGINT, previous)
+        if _signal.getsignal(SIGINT) is waiting:
+            _signal.signal(SIGINT, previous)
         waiting.deliver()
 
 

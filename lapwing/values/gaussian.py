@@ -285,6 +285,7 @@ class Deferred:
     variance: Callable[[], Tensor]
     cov: Callable[[], Tensor]
     centred: Callable[[], Tensor] | None = None  # the variance of f_k - mean_j f_j; from the covariance if None
+    differences: Callable[[], Tensor] | None = None  # the variances of f_k - f_i; from the covariance if None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -410,6 +411,14 @@ class FunctionGaussian:
         rows = cov.mean(-1)
         centred = cov.diagonal(dim1=-2, dim2=-1) - 2 * rows + rows.mean(-1, keepdim=True)
         return _without_negative_rounding(self._as_mean(centred))
+
+    @property
+    def differences(self) -> Tensor:
+        """The variances of the differences f_k - f_i of every two outputs of a datum, (B, [T,] C, C)."""
+        if self._deferred is not None and self._deferred.differences is not None:
+            return self._deferred.differences()
+        own = self.cov.diagonal(dim1=-2, dim2=-1)
+        return torch.add(own.unsqueeze(-1) + own.unsqueeze(-2), self.cov, alpha=-2).clamp_min(0)
 
     def chosen(self, outputs: ChosenOutputs) -> FunctionGaussian:
         """Return the belief about some of the outputs, in their order."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.modules import ClosedForm, DenseForm, NoForm, Predicting, SharedAxes, _shared_axes
+from lapwing.modules import ClosedForm, DenseForm, NoForm, Predicting, _shared_axes
+from lapwing.posteriors.weight_space import SharedAxes
 from tests import problems
 from tests.tolerances import assert_close, assert_near
 
@@ -257,6 +260,33 @@ def test_one_of_several_outputs(weights: Any) -> None:
     assert_near(module(Z), posterior.predict(Z).probs, LIMIT)
 
 
+def test_threads_do_not_take_the_features_of_each_other() -> None:
+    meet = Barrier(2, timeout=20)
+
+    class Meeting(nn.Module):
+        """A network in which two runs wait for each other before and after the last layer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.waits = nn.Linear(INPUTS, UNITS), nn.Linear(UNITS, CLASSES), [False]
+
+        def forward(self, x: Tensor) -> Tensor:
+            a = self.body(x).tanh()
+            _ = self.waits[0] and meet.wait()
+            f = self.head(a)
+            _ = self.waits[0] and meet.wait()
+            return f
+
+    model = Meeting().eval()
+    module = lw.fit(model, [(X, LABELS)], "classification", prior=0.5, **LAST).as_module("moments")
+    alone = [module(x) for x in (X, Z)]
+    model.waits[0] = True
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(module, (X, Z)))
+    for ours, theirs in zip(together, alone, strict=True):
+        assert_close(ours[1], theirs[1])
+
+
 def test_a_cast_copy_may_differ_by_rounding() -> None:
     module = closed("kron").as_module("probs")
     cast = copy.deepcopy(module).to(torch.bfloat16)
@@ -281,7 +311,7 @@ def expected(covariance: Tensor) -> Tensor:
 def test_a_dense_covariance() -> None:
     covariance = symmetric(D * C, D * C).reshape(D, C, D, C).permute(0, 1, 3, 2)
     assert _shared_axes(covariance) is None
-    assert_close(DenseForm(covariance)(A), expected(covariance))
+    assert_close(DenseForm(covariance)(A)[0], expected(covariance))
 
 
 def test_a_covariance_with_shared_axes_takes_the_shorter_form() -> None:
@@ -290,7 +320,7 @@ def test_a_covariance_with_shared_axes_takes_the_shorter_form() -> None:
     covariance = torch.einsum("ck,dk,ia,ja,ka->icdj", outputs, outputs, inputs, inputs, weights)
     form = _shared_axes(covariance)
     assert isinstance(form, SharedAxes)
-    assert_close(form(A), expected(covariance))
+    assert_close(form(A)[0], expected(covariance))
 
 
 def test_a_wide_layer_takes_the_memory_of_its_covariance() -> None:
@@ -330,5 +360,5 @@ def test_a_head_whose_bias_is_fixed() -> None:
 
 
 def test_no_spread() -> None:
-    assert NoForm()(A[:, :C]).shape == (QUADRATIC_ROWS, C, C)
+    assert NoForm()(A[:, :C]).shape == (1, QUADRATIC_ROWS, C, C)
     assert float(NoForm()(A[:, :C]).abs().max()) == 0

@@ -506,6 +506,32 @@ def test_methods_of_the_copy_belong_to_the_copy() -> None:
     assert not other(torch.ones(2, 4)).any()
 
 
+class Doubled(nn.Module):
+    """A network that doubles the outputs of some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.head(self.body(x).tanh())
+        return 2 * f if x[0, 0] < 0 else f
+
+
+def test_features_are_taken_where_the_last_layer_makes_the_outputs_as_they_are() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(9, 4, dtype=torch.float64).abs()
+    posterior = lw.fit(Doubled().double().eval(), (x, x[:, :2]), lw.Gaussian(0.1), weights=lw.last_layer, prior=1.0)
+    network, once = posterior.network, posterior.functions(x)
+    assert network.features(x) is not None
+    other = torch.cat([-x[:1], x[1:]])
+    assert network.features(other) is None
+    doubled = posterior.functions(other)
+    assert_close(doubled.mean[1:], 2 * once.mean[1:])
+    assert_close(doubled.cov[1:], 4 * once.cov[1:])
+    assert not any("forward" in vars(module) for module in network.replica.modules())
+
+
 # A posterior belongs to the weights it was fitted to, and to no others.
 
 
@@ -527,6 +553,8 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "not a number": (lambda m: m.head.bias.data.fill_(float("nan")), r"head\.bias"),
     "rows swapped": (swap_rows, r"two\.weight"),
     "entries swapped": (swap_entries, r"head\.weight"),
+    "by NumPy": (lambda m: m.head.bias.detach().numpy().__iadd__(0.01), r"head\.bias"),
+    "another view": (lambda m: setattr(m.two.weight, "data", m.two.weight.data.transpose(2, 3)), r"two\.weight"),
 }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.posteriors.mixture import Belief, Cell, MixturePosterior
+from lapwing.values.gaussian import FunctionGaussian
 from tests.tolerances import SOLVED, assert_close, assert_near
 
 D = torch.float64
@@ -212,3 +213,24 @@ def test_many_classes_are_predicted_without_a_covariance_between_them(
     monkeypatch.setattr(lw.FunctionGaussian, "cov", property(lambda self: pytest.fail("the covariance was built")))
     for each in (posterior, mixed):
         assert_close(each.predict(x).probs.sum(-1), torch.ones(y.shape, dtype=D))
+
+
+@pytest.mark.parametrize("method", [lw.Kron(), lw.Diagonal(), lw.EKron()], ids=str)
+def test_predictions_from_features_are_those_from_jacobians(method: Any) -> None:
+    """The last layer predicts from its inputs, without a graph and without the covariances of the cells."""
+    torch.manual_seed(2)
+    x, labels = torch.randn(40, 3, dtype=D), torch.arange(40) % 3
+    posterior = lw.fit(
+        network(3), (x, labels), "classification", method=method, weights=lw.last_layer, validation=(x.flip(0), labels)
+    ).posterior
+    assert isinstance(posterior, MixturePosterior)
+    assert len(posterior.cells) > 1
+    network_of = posterior.problem.network
+    _, tangent = next(network_of.tangents(x[:6]))
+    jacobian = tangent.jacobians()
+    beliefs = [FunctionGaussian(tangent.f, each.covariance(jacobian)[:, 0]) for each in posterior.members]  # type: ignore[attr-defined]
+    expected, found = posterior._average(beliefs), posterior.predict(x[:6])
+    for name in ("probs", "log_probs", "epistemic", "aleatoric", "entropy"):
+        assert_close(getattr(found, name), getattr(expected, name))
+    assert_close(posterior(x[:6]).cov, posterior._mix(beliefs).cov)
+    assert_close(posterior.members[0](x[:6]).cov, beliefs[0].cov)

@@ -294,7 +294,7 @@ def test_other_threads_keep_their_checkpoints() -> None:
         (grad,) = torch.autograd.grad(other.sum(), x)
         assert_close(grad, (x.exp().cos() * x.exp()).detach())
 
-    with without_checkpoints():
+    with without_checkpoints:
         thread = threading.Thread(target=train)
         thread.start()
         thread.join()
@@ -309,7 +309,7 @@ def test_an_error_in_a_checkpoint_is_that_of_the_model() -> None:
         raise ZeroDivisionError("by the model")
 
     for reentrant in (True, False):
-        with without_checkpoints(), pytest.raises(ZeroDivisionError, match="by the model"):
+        with without_checkpoints, pytest.raises(ZeroDivisionError, match="by the model"):
             source.checkpoint(fail, torch.ones(2, requires_grad=True), use_reentrant=reentrant)
         with pytest.raises(ZeroDivisionError):
             source.checkpoint(fail, torch.ones(2, requires_grad=True), use_reentrant=reentrant)
