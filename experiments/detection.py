@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing import metrics
-from lapwing.decisions.guarantees import BASE, SCALED, SCORES
+from lapwing.decisions.guarantees import BASE, EXTENDED, SCALED, SCORES
 from lapwing.demo.tasks import shuffle_pixels
 from lapwing.demo.training import TrainingSettings, batches, optimise, train_mlp
 from lapwing.errors import LapwingError
@@ -33,7 +33,7 @@ class Detection:
 
 
 def prepared(name: str, seed: int) -> Detection:
-    """Return a task: "digits", "digits, CNN", "digits, BatchNorm", "cancer", "wine", "points", "waves", "diabetes"."""
+    """Return a task: digits, cancer, wine, points, moons, waves, diabetes; then ", CNN", ", BatchNorm" or ", ReLU"."""
     base, _, kind = name.partition(", ")
     x, y = _rows(base, seed)
     known = torch.ones(len(x), dtype=torch.bool) if y.is_floating_point() else y <= int(y.max()) - LEFT_OUT.get(base, 0)
@@ -76,18 +76,22 @@ def _network(kind: str, base: str, train: tuple[Tensor, Tensor], outputs: int, s
             )  # fmt: skip
         optimise(model, *train, replace(recipe, learning_rate=5e-3), seed)
         return model
-    if kind not in ("", "BatchNorm"):
-        raise LapwingError(f"{base}, {kind}: unknown kind {kind!r}; expected CNN or BatchNorm.")
+    if kind not in ("", "BatchNorm", "ReLU"):
+        raise LapwingError(f"{base}, {kind}: unknown kind {kind!r}; expected CNN, BatchNorm or ReLU.")
+    recipe = replace(recipe, activation="relu") if kind == "ReLU" else recipe
     return train_mlp(*train, outputs, replace(recipe, batch_norm=kind == "BatchNorm"), seed)
 
 
 def _rows(base: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return all rows of a data set of scikit-learn, or of points around centres or on waves."""
+    """Return all rows of a data set of scikit-learn, or of points around centres, on moons or on waves."""
     generator = torch.Generator().manual_seed(seed)
     if base == "points":
         y = torch.randint(5, (1500,), generator=generator)
         centres = torch.randn(5, 10, generator=generator)
         return centres[y] + 0.8 * torch.randn(1500, 10, generator=generator), y
+    if base == "moons":
+        x, y = datasets.make_moons(1500, noise=0.25, random_state=seed)
+        return torch.as_tensor(x).float(), torch.as_tensor(y).long()
     if base == "waves":
         x = 4 * torch.rand(1500, 2, generator=generator) - 2
         return x, torch.sin(2 * x[:, :1]) + 0.3 * torch.randn(1500, 1, generator=generator)
@@ -96,7 +100,9 @@ def _rows(base: str, seed: int) -> tuple[Tensor, Tensor]:
         "diabetes": datasets.load_diabetes,
     }  # fmt: skip
     if base not in load:
-        raise LapwingError(f"{base}: unknown data set; expected one of {', '.join((*load, 'points', 'waves'))}.")
+        raise LapwingError(
+            f"{base}: unknown data set; expected one of {', '.join((*load, 'points', 'moons', 'waves'))}."
+        )
     inputs, targets = load[base](return_X_y=True)
     x, y = torch.as_tensor(inputs).float(), torch.as_tensor(targets)
     return (x / 16 if base == "digits" else x), (y.float().unsqueeze(1) if base == "diabetes" else y.long())
@@ -114,7 +120,7 @@ def posteriors(task: Detection) -> Iterator[tuple[str, lw.Fitted]]:
 
 def detected(task: Detection, posterior: lw.Fitted) -> Iterator[tuple[str, str, dict[str, float]]]:
     """Yield the kind of strange inputs, the score, its AUROC, the share of these that it finds, and of false alarms."""
-    for by in (SCALED, BASE, *SCORES):
+    for by in (EXTENDED, SCALED, BASE, *SCORES):
         detector = posterior.ood(task.parts["calibration"][0], by=by, rate=RATE, progress=False)
         inside = detector.score(task.parts["test"][0])
         alarms = float((inside > detector.threshold).double().mean())

@@ -644,8 +644,10 @@ class Fitted:
         Args:
             calibration: Data as for ``fit``, or inputs alone, that are like the training data and were not used
                 before. Targets are not used.
-            by: The score: "scaled_information" (the default for labels), the mutual information of targets and outputs
-                under ``posterior.base``, which a mixture varies, times the standard deviation of its outputs;
+            by: The score: "scaled_information", the mutual information of targets and outputs under
+                ``posterior.base``, which a mixture varies, times the standard deviation of its outputs;
+                "extended_information" (the default for labels), where the logarithm of this standard deviation, from
+                that which 1 % of the calibration inputs exceed, is added to the information;
                 "base_information", without that factor; "mutual_information", that under all of the posterior;
                 "variance" of the outputs, summed over them (the default for numbers); or "entropy" of the predictive
                 (the default for a plain network, which has no error bars).

@@ -522,7 +522,9 @@ def _advice(tests: list[ThresholdTest]) -> str:
 SCORES = ("entropy", "mutual_information", "variance")  # under the whole posterior
 BASE = "base_information"  # the mutual information under the posterior that a mixture varies
 SCALED = "scaled_information"  # the same times the standard deviation of its outputs
-KNOWN = (*SCORES, BASE, SCALED)
+EXTENDED = "extended_information"  # the same, with the log of a standard deviation beyond the calibration data's added
+KNOWN = (*SCORES, BASE, SCALED, EXTENDED)
+BEYOND = 0.01  # share of the calibration inputs whose outputs may have a larger standard deviation than the usual ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -534,12 +536,14 @@ class Detector:
         by: The score.
         rate: The largest probability of a false alarm.
         scores: Those of the calibration data in ascending order, (n,) in float64.
+        usual: The standard deviation of the outputs from which "extended_information" adds its logarithm.
     """
 
     posterior: Fitted
     by: str
     rate: float
     scores: Tensor
+    usual: float = math.inf
 
     @property
     def threshold(self) -> float:
@@ -548,7 +552,7 @@ class Detector:
 
     def score(self, x: Inputs, *, target_key: str | None = None, progress: bool | None = None) -> Tensor:
         """Return the score of every input of a batch or a loader, (B,) in float64 on the CPU; higher is stranger."""
-        return score_inputs(self.posterior, x, self.by, target_key, progress)
+        return score_inputs(self.posterior, x, self.by, target_key, progress, usual=self.usual)
 
     def p_values(self, x: Inputs, *, target_key: str | None = None, progress: bool | None = None) -> Tensor:
         """Return the conformal p-value of every input, (B,): (1 + calibration scores that reach its own) / (n + 1)."""
@@ -574,7 +578,9 @@ def detector_of(
     one_of(KNOWN).check("by", chosen)
     given = as_batches(posterior.network, calibration)
     sketching = Sketching()
-    scores = score_inputs(posterior, given, chosen, target_key, progress, sketching).sort().values
+    parts = _read_parts(posterior, given, chosen, target_key, progress, sketching)
+    usual, usual_of_others = _usual_spreads(parts[:, 1]) if chosen == EXTENDED else (math.inf, torch.tensor(math.inf))
+    scores = _join(parts, usual_of_others).sort().values
     posterior.rows.warn_reused(sketching.value(), "calibration inputs", VOID, refuses=True, of_inputs=True)
     if not flagged_ranks(len(scores), rate):
         raise DataError(
@@ -587,19 +593,20 @@ def detector_of(
             "calibration input; expected a posterior that doubts some inputs more than others. Fit one by another "
             "method than MapOnly()."
         )
-    return Detector(posterior, chosen, rate, scores)
+    return Detector(posterior, chosen, rate, scores, usual)
 
 
 def default_score(posterior: Fitted) -> str:
     """Return the score that finds strange inputs best for this kind of posterior, as measured in the documentation.
 
     A mixture that trusts the plain network is nearly certain everywhere, so that labels take the information of its
-    base. Far from all data this stops growing, since margins grow as the standard deviation does; its factor keeps far
-    inputs apart. A posterior without spread has nothing but its entropy.
+    base. Far from all data this stops growing, or vanishes, since margins grow as the standard deviation does; the
+    standard deviation, and its logarithm beyond that of the calibration data, keep far inputs apart. A posterior
+    without spread has nothing but its entropy.
     """
     if not posterior.base.has_spread:
         return "entropy"
-    return SCALED if posterior.likelihood.has_logits else "variance"
+    return EXTENDED if posterior.likelihood.has_logits else "variance"
 
 
 def flagged_ranks(count: int, rate: float) -> int:
@@ -629,28 +636,56 @@ def fewest_data(rate: float) -> int:
 
 
 def score_inputs(
+    posterior: Fitted, x: Inputs, by: str, target_key: str | None, progress: bool | None, usual: float = math.inf
+) -> Tensor:
+    """Return the score of every input of a batch or a loader, (B,) in float64 on the CPU."""
+    return _join(_read_parts(posterior, x, by, target_key, progress), usual)
+
+
+def _read_parts(
     posterior: Fitted, x: Inputs, by: str, target_key: str | None, progress: bool | None,
     sketching: Sketching | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the score of every input of a batch or a loader, (B,) in float64 on the CPU; add them to a sketch."""
+    """Return what the score of every input is made of, (B, 2), see ``_join``; add the inputs to a sketch."""
     refuse_tokens(posterior.network, "ood")
     posterior._refuse_changed()
     parts = []
     with torch.no_grad():
         for batch in input_batches(posterior, x, target_key, progress):
-            parts.append(_scores(posterior, batch, by))
+            parts.append(_parts_of(posterior, batch, by))
             if sketching is not None:
                 sketching.add(batch, None, len(parts[-1]))
     return torch.cat(parts)
 
 
-def _scores(posterior: Fitted, batch: Inputs, by: str) -> Tensor:
-    """Return the scores of one batch, (B,)."""
+def _parts_of(posterior: Fitted, batch: Inputs, by: str) -> Tensor:
+    """Return a number for each input of one batch and the factor of it, (B, 2) in float64 on the CPU."""
     if by == "variance":
-        return posterior.posterior(batch).variance.double().sum(-1).cpu()
-    predictive = (posterior.base if by in (BASE, SCALED) else posterior.posterior).predict(batch)
-    if by == SCALED:
-        doubt = posterior.base(batch).variance.double().sum(-1).sqrt()
-        return (doubt * predictive.mutual_information.double()).cpu()
-    value: Tensor = predictive.entropy if by == "entropy" else predictive.mutual_information
-    return value.double().cpu()
+        value: Tensor = posterior.posterior(batch).variance.sum(-1)
+    else:
+        predictive = (posterior.base if by in (BASE, SCALED, EXTENDED) else posterior.posterior).predict(batch)
+        value = predictive.entropy if by == "entropy" else predictive.mutual_information
+    value = value.double()
+    scaled = by in (SCALED, EXTENDED)
+    spread = posterior.base(batch).variance.double().sum(-1).sqrt() if scaled else torch.ones_like(value)
+    return torch.stack([value, spread], -1).cpu()
+
+
+def _join(parts: Tensor, usual: Tensor | float) -> Tensor:
+    """Return the scores, (B,): the information with what the spread is beyond the usual one, in nats, times the spread.
+
+    A ReLU network may be certain of a class far from all data, however large its spread: it has no information there.
+    """
+    value, spread = parts.unbind(-1)
+    return spread * (value + (spread / usual).clamp_min(1).log())
+
+
+def _usual_spreads(spread: Tensor) -> tuple[float, Tensor]:
+    """Return the spread that the share ``BEYOND`` of the calibration inputs exceeds, and the same among the others.
+
+    The score of a calibration input has to be that of a new one, which is not among those that it is compared with.
+    """
+    count = int(BEYOND * len(spread))
+    largest = spread.clamp_min(torch.finfo(spread.dtype).tiny).sort(descending=True).values
+    usual, next_one = largest[count], largest[min(count + 1, len(largest) - 1)]
+    return float(usual), torch.where(spread >= usual, next_one, usual)

@@ -348,7 +348,7 @@ def test_refused_rules() -> None:
 RATE = 0.05  # 0.05 · 40 is whole, so that the rate of false alarms is exactly that
 
 
-@pytest.mark.parametrize("by", ["entropy", "variance"])
+@pytest.mark.parametrize("by", ["entropy", "variance", "extended_information"])
 def test_false_alarms_have_the_rate(by: str) -> None:
     draws, rates = generator(1), []
     for _ in range(DRAWS):
@@ -396,12 +396,37 @@ def test_the_default_finds_far_inputs_that_the_entropy_does_not(validation: bool
     posterior, calibration = trained_classifier(validation)
     far = 10 * torch.randn(200, 10, dtype=D, generator=generator(21))
     default, entropy = (posterior.ood(calibration, by=by) for by in (None, "entropy"))
-    assert default.by == "scaled_information"
+    assert default.by == "extended_information"
     information = posterior.base.predict(far).mutual_information
     assert_close(posterior.ood(calibration, by="base_information").score(far), information)
-    assert_close(default.score(far), information * posterior.base(far).variance.sum(-1).sqrt())
+    spread, usual = (posterior.base(inputs).variance.sum(-1).sqrt() for inputs in (far, calibration))
+    assert_close(posterior.ood(calibration, by="scaled_information").score(far), information * spread)
+    limit = float(usual.sort(descending=True).values[3])  # three of 300 are beyond
+    extended = (spread / limit).clamp_min(1).log() + information
+    assert_close(default.score(far), extended * spread)
     assert float(default.flags(far).double().mean()) > 0.95
     assert float(entropy.flags(far).double().mean()) < 0.4
+
+
+def test_the_default_finds_far_inputs_of_a_network_that_is_certain_of_their_class() -> None:
+    """Two inputs and two classes: the margins of a ReLU network grow as fast as its standard deviation."""
+    draws = generator(31)
+
+    def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.randint(2, (count,), generator=draws)
+        angle = torch.pi * torch.rand(count, dtype=D, generator=draws)
+        moons = torch.stack([angle.cos() + y - 0.5, angle.sin() * (1 - 2 * y) + 0.5 * y - 0.25], 1)
+        return moons + 0.25 * torch.randn(count, 2, dtype=D, generator=draws), y
+
+    train, calibration, test = rows(400), rows(400)[0], rows(400)[0]
+    model = train_mlp(*train, 2, TrainingSettings(hidden=(50,), activation="relu", epochs=60), 0)
+    posterior = lw.fit(model, [train], "classification", progress=False)
+    far = 10 * torch.randn(300, 2, dtype=D, generator=draws)
+    default, scaled = (posterior.ood(calibration, by=by) for by in (None, "scaled_information"))
+    assert float(default.flags(far).double().mean()) > 0.9
+    assert float(scaled.flags(far).double().mean()) < 0.6
+    alarms = float(default.flags(test).double().mean())
+    assert alarms < 0.05 + 4 * (0.05 * 0.95 * 2 / 400) ** 0.5
 
 
 def test_the_entropy_is_the_default_without_error_bars() -> None:
