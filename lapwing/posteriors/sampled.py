@@ -75,6 +75,13 @@ class PointPosterior(Stored, Posterior):
         return f.expand(n, *f.shape).clone()
 
 
+class OwnMean(Stored, Posterior):
+    """A belief whose mean is not the output of the network."""
+
+    def plain(self) -> PointPosterior:
+        return PointPosterior(self.problem, self.statistics, self.theta)
+
+
 class Members:
     """K functions of the input. Classes define ``__call__`` and ``__len__``."""
 
@@ -98,7 +105,7 @@ class Members:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class MembersPosterior(Stored, Posterior):
+class MembersPosterior(OwnMean):
     """f(x) ~ N(mean of the members, their covariance). A prediction costs a forward pass for each member."""
 
     problem: Problem
@@ -112,9 +119,6 @@ class MembersPosterior(Stored, Posterior):
     @property
     def of_one_network(self) -> bool:
         return self.members.of_one_network
-
-    def plain(self) -> PointPosterior:
-        return PointPosterior(self.problem, self.statistics, self.theta)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the first n members, (n, B, [T,] C); the generator is not used."""
@@ -145,7 +149,7 @@ def mean_of(members: Callable[[Inputs], Tensor]) -> Callable[[Inputs], Tensor]:
 
 @saved
 @dataclass(frozen=True, eq=False)
-class MeanFieldPosterior(Stored, Posterior):
+class MeanFieldPosterior(OwnMean):
     """W ~ N(mean, diag(variance)) for f = W a, with a the input of the last layer and a one for its bias.
 
     Outputs are independent, f_c ~ N(m_c·a, Σ_i v_ci a_i²): exactly, since the network is linear in W. The mean is not
@@ -171,9 +175,6 @@ class MeanFieldPosterior(Stored, Posterior):
         variance = (a.square() @ self.variance.mT).to(mean)
         deferred = Deferred(lambda: variance, lambda: torch.diag_embed(variance), lambda: _centred_variance(variance))
         return query.of_belief(FunctionGaussian(mean, deferred))
-
-    def plain(self) -> PointPosterior:
-        return PointPosterior(self.problem, self.statistics, self.theta)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n functions, (n, B, C): one draw of the weights for all inputs."""
@@ -433,7 +434,7 @@ class StoredSamples(Solver):
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn(Stored, Posterior):
+class Drawn(OwnMean):
     """f(x) ~ N(mean, covariance) of the network under ``count`` draws of its weights.
 
     Draw k has the seed ``seed + k`` at all inputs. Draws are not kept but made again for every call: a prediction costs
@@ -456,9 +457,6 @@ class Drawn(Stored, Posterior):
 
     def belief(self, x: Inputs, query: Query = ALL) -> FunctionGaussian:
         return gaussian_of(query.of(self.outputs(x).to(self.theta.dtype)), query.joint)
-
-    def plain(self) -> PointPosterior:
-        return PointPosterior(self.problem, self.statistics, self.theta)
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw n outputs of the network, (n, B, [T,] C); without a generator those of the seeds seed, seed + 1, ..."""
