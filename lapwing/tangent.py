@@ -355,14 +355,13 @@ class DenseTangent:
 
     def products(self, delta: Tensor, v: Tensor) -> Tensor:
         """Return Σ Jᵀ Λ J v for v (K, P), with Λ the Hessian of the loss in the outputs at w̃ + delta."""
-        own = self._own_products(delta, v) if len(self.f) else torch.zeros_like(v, dtype=torch.float64)
+        own = torch.zeros_like(v, dtype=torch.float64)
+        if len(self.f):
+            jv = torch.cat([delta[None], v.to(delta)]).to(self.jacobian) @ self.jacobian.mT
+            jv = jv.double().reshape(len(jv), *self.f.shape)
+            product = hessian_product(self.likelihood, self.f + jv[0], self.y, jv[1:])
+            own = (product.reshape(len(v), -1).to(self.jacobian) @ self.jacobian).double()
         return self.processes.sum([own])[0]
-
-    def _own_products(self, delta: Tensor, v: Tensor) -> Tensor:
-        jv = torch.cat([delta[None], v.to(delta)]).to(self.jacobian) @ self.jacobian.mT
-        jv = jv.double().reshape(len(jv), *self.f.shape)
-        product = hessian_product(self.likelihood, self.f + jv[0], self.y, jv[1:])
-        return (product.reshape(len(v), -1).to(self.jacobian) @ self.jacobian).double()
 
     def losses(self, delta: Tensor, direction: Tensor, steps: Tensor) -> Tensor:
         """Return the summed loss at w̃ + delta + t direction for every t in steps, by one pass."""

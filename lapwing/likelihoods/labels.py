@@ -116,7 +116,9 @@ class Categorical(LogitLikelihood):
             raise DataError(f"Categorical: {len(self.class_weights)} class weights for {count} classes.")
         check_offset(self, count)
         if is_soft(y, f):
-            return self._soft_targets(f, y)
+            if self.shift:
+                raise DataError("Categorical(shift=True): targets are probabilities; expected tokens (B, T).")
+            return check_distributions(y.to(f.dtype))
         if y.shape == (*f.shape[:-1], 1):
             y = y.squeeze(-1)
         if y.shape != f.shape[:-1] or y.is_floating_point() or y.is_complex():
@@ -141,12 +143,6 @@ class Categorical(LogitLikelihood):
         if y.ndim != 2:
             raise DataError(f"Categorical(shift=True): targets {tuple(y.shape)}; expected tokens (B, T).")
         return torch.cat([y[:, 1:], torch.full_like(y[:, :1], self.ignore_index)], 1)
-
-    def _soft_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return targets that are probabilities of the classes; raise if their rows are not distributions."""
-        if self.shift:
-            raise DataError("Categorical(shift=True): targets are probabilities; expected tokens (B, T).")
-        return check_distributions(y.to(f.dtype))
 
     def check_outputs(self, f: Tensor) -> None:
         """Raise if the outputs are probabilities, which as logits would be near uniform, or do not show the classes."""
