@@ -31,17 +31,17 @@ NAMES = Rule(
 )
 
 
+MEASURED = "fit        time of the fit, measured and extrapolated"
 LEGEND = """\
 shared     pixels, tokens or time steps of an input that use the same weight
 stores     memory of the posterior
 peak       memory held at most by the fit and a prediction, besides model and data
 fit/epoch  time of the fit in epochs: plain forward and backward passes over the data
-fit        time of the fit, if it was measured
 predict/f  time of a prediction in plain forward passes"""
 
 BRIEF = """\
-stores, peak: memory of the posterior, and at most of fit and prediction; fit/epoch: time of the fit in plain epochs
-(fit: measured); predict/f: time of a prediction in plain forward passes"""
+stores, peak: memory of the posterior, and at most of fit and prediction; fit/epoch: time of the fit in plain epochs;
+predict/f: time of a prediction in plain forward passes"""
 MORE = "print(report.details()) has all parameters, all methods, and what the columns mean."
 USUAL = ("Kron", "Diagonal", "Full", "Sampled", "Ensemble")  # methods that are compared most often
 MOST, NAMED = 5, 4  # rows of the short table, and names in a line
@@ -90,7 +90,8 @@ class CheckReport:
         lines += [f"Parameters without a rule, which make it slow: {_list(slow)}"] if slow else []
         free = [group.parameters[0] for group in self.scale_free]
         lines += [f"Norm layers cancel the scale of these weights: {_list(free)}"] if free else []
-        return "\n".join([*lines, "", *self._table(most), "", BRIEF, self._basis(), MORE])
+        brief = f"{BRIEF}; fit: time of the fit" if self.timed else BRIEF
+        return "\n".join([*lines, "", *self._table(most), "", brief, self._basis(), MORE])
 
     def details(self) -> str:
         """Return all parameters with how they are handled, the costs of all methods, and what the columns mean.
@@ -107,19 +108,21 @@ class CheckReport:
         if self.scale_free:
             lines += ["", "weights whose scale the network ignores (see per_normalised_group):"]
             lines += [f"  {group}" for group in self.scale_free]
-        return "\n".join([*lines, "", *self._table([*self.costs, *self.unknown]), "", LEGEND, "", self._basis()])
+        legend = [LEGEND, MEASURED] if self.timed else [LEGEND]
+        return "\n".join([*lines, "", *self._table([*self.costs, *self.unknown]), "", *legend, "", self._basis()])
 
     def _table(self, names: Sequence[str]) -> list[str]:
         """Return the lines of a table of these methods."""
-        row = f"{{:{max(map(len, names))}s}} {{:>9s}} {{:>9s}} {{:>9s}} {{:>9s}} {{:>10s}}  {{}}"
-        lines = [row.format("method", "stores", "peak", "fit/epoch", "fit", "predict/f", "").rstrip()]
+        columns = ["stores", "peak", "fit/epoch", "predict/f", *(["fit"] if self.timed else [])]
+        row = f"{{:{max(map(len, names))}s}} " + " ".join(["{:>9s}"] * len(columns)) + "  {}"
+        lines = [row.format("method", *columns, "").rstrip()]
         for name in names:
             cost = self.costs.get(name)
-            figures = ["-"] * 5
+            figures = ["-"] * len(columns)
             if cost is not None and cost.supported:
                 seconds = "-" if cost.fit_seconds is None else seconds_text(cost.fit_seconds)
                 sizes = bytes_text(cost.stored), bytes_text(cost.peak)
-                figures = [*sizes, _ratio(cost.fit_epochs), seconds, _ratio(cost.predict_passes)]
+                figures = [*sizes, _ratio(cost.fit_epochs), _ratio(cost.predict_passes), seconds][: len(columns)]
             lines.append(row.format(name, *figures, "cost unknown" if cost is None else cost.note).rstrip())
         return lines
 
