@@ -135,6 +135,13 @@ def test_a_tuner_with_training_data_is_a_warning() -> None:
     assert "held-out data of the tuner" in fitted.summary()
 
 
+def test_data_of_a_tuner_join_the_validation_data(posterior: lw.Fitted) -> None:
+    tuned = posterior.tuned(lw.tuners.Grid(CALIBRATION, precisions=(0.5, 2.0)))
+    for used in (HELD_OUT, CALIBRATION):
+        with pytest.raises(lw.errors.DataError, match="validation data of this fit too"):
+            tuned.conformal(used, 0.9)
+
+
 def test_training_knows_its_rows() -> None:
     trained = lw.train(network(), TRAIN, "classification", recipe=lw.recipes.fixed(1))
     with pytest.raises(lw.errors.DataError, match="training data of this fit too"):
