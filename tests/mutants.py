@@ -45,6 +45,8 @@ READ = {
     "if count >= size:": "a number of bytes that is exactly a unit",
     "return Offer(cls(), 3)": "the last offer has the highest number, 3 or 4",
     "n_seeds = lambda network: CLOSED_SEEDS": "a maximum has no order",
+    "GROWTH = 10.0  # times the cubic root": "a forecast of how many vectors a basis takes, as measured",
+    "explained = 10 * 0.375": "a generous factor for layers that enlarge what eps changes",
 }
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

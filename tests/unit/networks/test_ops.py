@@ -455,6 +455,13 @@ def test_unused_parameter_is_named_as_such() -> None:
     assert why["lin.weight"] == ""
 
 
+def test_a_linear_map_says_its_groups_and_its_bias() -> None:
+    case = BY_NAME["conv_zoo"]
+    handling = [block.handling for block in Network.build(case.build(), case.batch(3)).layout]
+    assert handling[0] == "linear map in 2 groups, with its bias"
+    assert handling[-1] == "linear map, with its bias"
+
+
 # The columns of single weights against brute force, and the memory that they take.
 
 ENTRIES_BATCH = 4
