@@ -591,6 +591,7 @@ class Sweep:
                 raise NumericalError(
                     "the loss is not finite although inputs, targets and outputs are; check the scale."
                 )
+            del batch, y  # before the next one is joined
         self.own = Statistics(float(total), as_count(count), network.output_shape[-1])
 
 

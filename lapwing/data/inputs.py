@@ -536,15 +536,17 @@ def merge_batches(batches: Iterable[Batch], rows: int | Callable[[Inputs], int])
     Batches that are not tensors of one shape stay as they are.
     """
     waiting: list[Batch] = []
-    count, form = 0, None
+    count, form, enough = 0, None, 0
     for batch in batches:
         before, form = form, _row_form(batch)
         if waiting and form != before:
             yield _concat(waiting)
             waiting, count = [], 0
+        if form is not None and form != before:
+            enough = rows(batch.inputs) if callable(rows) else rows
         waiting.append(batch)
         count += batch.n_samples
-        if form is None or count >= (rows(batch.inputs) if callable(rows) else rows):
+        if form is None or count >= enough:
             yield _concat(waiting)
             waiting, count = [], 0
     if waiting:

@@ -146,14 +146,14 @@ class Reuse:
 class Sketching:
     """The sketch of a pass while it goes on.
 
-    What waits and the marks so far are written into memory that is taken once: small pieces that outlive a batch would
-    lie between its large tensors, and the memory of these could not be used again.
+    What waits and the marks so far are written into memory that is seldom taken: small pieces that outlive a batch
+    would lie between its large tensors, and the memory of these could not be used again.
     """
 
     rows: int = 0
     totals: tuple[int, int] = (0, 0)
     limit: int = 2**INPUT_BITS
-    marks: Tensor = field(default_factory=lambda: torch.empty(MAX_MARKS, dtype=torch.int64))
+    marks: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     kept: int = 0  # of ``marks``
     sums: Tensor | None = None  # of the inputs of batches that wait: many are mixed at once
     targets: Tensor | None = None  # of these batches, unless they have none
@@ -201,6 +201,10 @@ class Sketching:
         for part in marks[top < self.limit].split(TRAINING):
             if self.kept + len(part) > MAX_MARKS:
                 self._cut()
+            if self.kept + len(part) > len(self.marks):
+                longer = torch.empty(min(MAX_MARKS, 4 * (self.kept + len(part))), dtype=torch.int64)
+                longer[: self.kept] = self.marks[: self.kept]
+                self.marks = longer
             self.marks[self.kept : self.kept + len(part)] = part
             self.kept += len(part)
 

@@ -430,7 +430,7 @@ def _examine(model: nn.Module, inputs: Inputs, weights: Weights, output: Path, r
     if len(needed) < len(tensors):  # layers before them are not in the graph
         widest = max(widest, _widest_of_all(replica, take(inputs, per_sample, slice(0, 2))))
     if selection.names != needed:
-        replica, raw, graph = _rerun(replica, selection, inputs)
+        raw, graph = _rerun(replica, selection, inputs)
     patterns, _ = find_patterns(raw, graph, recurrent)
     layout = arrange_blocks(graph, patterns, dict(zip(selection.names, selection.shapes, strict=True)))
     sizes = replace(footprint(layout, graph, raw, f[0].numel(), recurrent, selection.counts), widest=widest)
@@ -472,13 +472,12 @@ def _widest_of_all(replica: Replica, two: Inputs) -> int:
     return largest.numbers // 2
 
 
-def _rerun(replica: Replica, selection: Selection, inputs: Inputs) -> tuple[Replica, Tensor, Graph]:
+def _rerun(replica: Replica, selection: Selection, inputs: Inputs) -> tuple[Tensor, Graph]:
     """Run the model again with the selected weights alone in the graph."""
-    replica = replace(replica, names=selection.names)
-    tensors: Mapping[str, Tensor] = dict(replica.model.named_parameters())
-    with recording(tensors, selection.names):
+    replica.record(selection.names)
+    with recording(replica.parameters, selection.names):
         raw = raw_output(replica.model, inputs)
-    return replica, raw, read_graph(raw, tensors, selection.names)
+    return raw, read_graph(raw, replica.parameters, selection.names)
 
 
 def _is_normalised(model: nn.Module, graph: Graph) -> bool:

@@ -593,6 +593,12 @@ class Replica:
                     made = self._made = _PrivateCopy(self.source, self.names, self.output)
         return made
 
+    def record(self, names: tuple[str, ...]) -> None:
+        """Record the gradients of the parameters with these names from now on; their copies share the parameters."""
+        self.names = names
+        for name, p in self._made.parameters.items() if self._made is not None else ():
+            p.requires_grad_(name in names)
+
     def throwaway_copy(self) -> nn.Module:
         """Return a copy for a single run, which shows what the run changed; without a private copy the model."""
         return copy_modules(self.model) if self.private else self.source

@@ -34,6 +34,7 @@ GRADIENT_SHARE = 0.5  # share of the memory for intermediate results that the gr
 USUAL_COPIES = 1.25  # copies of its gradients that a backward pass has in memory, as measured; at most two
 # For speed, in bytes:
 JOINED_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}  # the gradients of joined batches
+ACTIVATION_BYTES = {"cpu": 8 * 2**20, "cuda": 2**30}  # the activations of joined batches
 CACHED_BYTES = 32 * 2**20  # gradients of a chunk on a CPU: near its caches a chunk is a third faster
 PASS_RESULTS = 3  # results of operations that a forward pass without gradients has in memory: input, output, a branch
 MAX_JOINED = 1024  # joining more samples than this gains nothing
@@ -87,7 +88,8 @@ class Footprint:
     def batch_size_for(self, seeds: int, dtype: torch.dtype, device: torch.device) -> int:
         """Return how many samples are worth joining into one pass: their gradients should stay small."""
         forward = _itemsize(dtype) * PASS_RESULTS * self.widest
-        most = min(MAX_JOINED, temporary_bytes(device) // max(1, forward))
+        fast = min(temporary_bytes(device), ACTIVATION_BYTES.get(device.type, ACTIVATION_BYTES["cuda"]))
+        most = min(MAX_JOINED, fast // max(1, forward))
         return max(1, min(most, small_results_budget(device) // self._bytes(seeds, dtype, 1)))
 
     def chunks(

@@ -409,6 +409,8 @@ class Network:
     def _same_model(self, **changes: Any) -> Network:
         network = replace(self, **changes)
         vars(network)["_memory"] = self._memory  # facts about batches hold for both
+        of_model = ("plain_kernels", "dtype", "arithmetic")
+        vars(network).update({name: vars(self)[name] for name in of_model if name in vars(self)})
         return network
 
     def linearise(self, inputs: Inputs, differentiable: bool | None = None) -> Tangent:
