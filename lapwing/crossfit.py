@@ -621,30 +621,40 @@ def _concat(held: Sequence[HeldOutputs]) -> HeldOutputs:
 def _ignored_rows(parts: Sequence[tuple[Split, Fitted, Any]], rows: Rows, pool: Pool) -> tuple[str, ...]:
     """Return a remark if held-out rows are as easy as training rows for networks with more weights than rows.
 
-    Log-likelihoods of all folds are compared by their ranks (Mann and Whitney 1947), and by their means: both must
-    fail to tell them apart. Few rows always do.
+    Log-likelihoods must fail to tell them apart as they are, and less those of the network of all rows, which knows
+    both: what makes a row hard in itself is then gone. Few rows always do.
     """
     if parts[0][1].network.selection.size < len(rows) or sum(len(split.held_out) for split, _, _ in parts) < FEW:
         return ()
-    ranks, training, held_out = 0.0, list[Tensor](), list[Tensor]()
-    for k, (split, fold, _) in enumerate(parts):
+    training, held_out = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+    for k, (split, _, held) in enumerate(parts):
         few = split.training[torch.randperm(len(split.training), generator=torch.Generator().manual_seed(k))]
-        data = fold.network.read_data(rows.take(few[: len(split.held_out)]), "training rows")
-        grid = pool.judged[k]
-        plain = replace(grid.cells[grid.unchanged], belief=0)
-        belief = grid.beliefs[grid.cells[grid.unchanged].belief]
-        known, _ = counted_scores(CellGrid.to_compare(grid.bases, [belief], [plain]), data)
-        training.append(known[:, 0])
-        held_out.append(pool.own[k][:, grid.unchanged])
-        ranks += _rank_score(training[-1], held_out[-1])
-    larger, smaller = torch.cat(training), torch.cat(held_out)
-    error = (larger.var() / len(larger) + smaller.var() / len(smaller)).sqrt()
-    if ranks > HARDER * math.sqrt(len(parts)) or larger.mean() - smaller.mean() > HARDER * error:
+        known = rows.take(few[: len(split.held_out)])
+        training.append((_plain_scores(pool.judged[k], known), _plain_scores(pool.grid, known)))
+        held_out.append((pool.own[k][:, pool.judged[k].unchanged], _plain_scores(pool.grid, held)))
+    if _tells_apart([own for own, _ in training], [own for own, _ in held_out]) or _tells_apart(
+        [own - whole for own, whole in training], [own - whole for own, whole in held_out]
+    ):
         return ()
     return (
         "held-out rows are predicted as well as training rows, by networks with more weights than rows: if train_fn "
         "ignores the rows that it is given, or sees the others (early stopping, copies), all scores here are too good.",
     )
+
+
+def _plain_scores(grid: CellGrid, data: Any) -> Tensor:
+    """Return the log-likelihoods of some rows under the plain network of a grid, (n,)."""
+    cell = grid.cells[grid.unchanged]
+    alone = CellGrid.to_compare(grid.bases, [grid.beliefs[cell.belief]], [replace(cell, belief=0)])
+    return counted_scores(alone, grid.bases[0].problem.network.read_data(data, "rows"))[0][:, 0]
+
+
+def _tells_apart(larger: Sequence[Tensor], smaller: Sequence[Tensor]) -> bool:
+    """Return whether values (n,) of each fold are larger than others, by rank (Mann and Whitney 1947) or mean."""
+    ranks = sum(_rank_score(*pair) for pair in zip(larger, smaller, strict=True))
+    more, less = torch.cat([*larger]), torch.cat([*smaller])
+    error = (more.var() / len(more) + less.var() / len(less)).sqrt()
+    return ranks > HARDER * math.sqrt(len(larger)) or bool(more.mean() - less.mean() > HARDER * error)
 
 
 def _rank_score(larger: Tensor, smaller: Tensor) -> float:
