@@ -476,8 +476,7 @@ def note_findings(run: FitInProgress) -> None:
     if run.held_out is not None and likelihood.noise_variance is not None:
         held = offsets.HeldOutputs.of(network, likelihood, run.held_out, ROWS_FOR_UNITS)
         remarks += warn_of_units(posterior, held.f, held.y - held.f, run.held_out.name)
-    if not run.processes.is_single_process:
-        posterior.prepare()  # so that a process can predict without the others
+    posterior.prepare()  # samples are solved by the fit, and a process can predict without the others
     everywhere = (remark for each in run.processes.gather_values(remarks) for remark in each)
     run.posterior = offsets.with_findings(posterior, tuple(dict.fromkeys(everywhere)))
 

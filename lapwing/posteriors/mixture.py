@@ -328,7 +328,7 @@ class MixturePosterior(Posterior):
     @cached_property
     def _axes(self) -> SharedAxes | None:
         """The form of the covariances in the features of the last layer; None if there is none."""
-        return last_layer_axes(self.members)
+        return last_layer_axes(self.members) if self._logits is not None else None
 
     @cached_property
     def _differences(self) -> Tensor | None:

@@ -19,7 +19,7 @@ from lapwing.errors import FileError, UnsupportedError
 from lapwing.networks.jacobians import temporary_bytes
 from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional, outputs_along, weight_slope
-from lapwing.networks.tangent import LayerJacobians, Tangent
+from lapwing.networks.tangent import LastLayerTangent, LayerJacobians, Tangent
 from lapwing.posteriors.base import ALL, TRACE, Posterior, Trace, numbered_normals
 from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
@@ -421,8 +421,14 @@ class WeightPosterior(AtCentre):
         if query.joint:
             return super().belief(x, query)
         network = self.problem.network
-        if query.outputs is None and self._axes is not None and (both := network.features_at_once(x)) is not None:
-            return FunctionGaussian(both[0], self._axes(both[1])[0])
+        axes = self._axes if query.outputs is None else None
+        if axes is not None and (both := network.features_at_once(x)) is not None:
+            (mean, a), second = both, token_covariances
+            if mean.shape[-1] <= COVARIANCE_OUTPUTS:
+                return FunctionGaussian(mean, axes(a)[0])
+            tangent = LastLayerTangent(network, x, mean, features=a)
+            variances = (lambda: axes.variances(a), lambda: second(self.precision, tangent))
+            return FunctionGaussian(mean, Deferred(*variances, lambda: axes.variances(a, centred=True)))
         if query.shape(network.output_shape)[-1] <= COVARIANCE_OUTPUTS:
             return FunctionGaussian(*self._moments(x, query, token_covariances))
         centred = partial(output_variances, centred=True)
@@ -658,6 +664,16 @@ class SharedAxes(nn.Module):
         gaps = (self.outputs.unsqueeze(1) - self.outputs).square().flatten(0, 1)  # (C C, w)
         return (gaps @ weights).flatten(0, 1)
 
+    def variances(self, a: Tensor, centred: bool = False) -> Tensor:
+        """Return the variances of the outputs (..., C) under the first belief; ``centred`` takes their mean off first.
+
+        Cost: C w multiplications for each input, where the covariance, or the product of all unit vectors with the
+        axes, takes C² w.
+        """
+        outputs = self.outputs - self.outputs.mean(0) if centred else self.outputs
+        scales = F.linear(self.squares(a), self.weights[: self.sizes[1]])
+        return F.linear(scales, outputs.square())
+
     def forward(self, a: Tensor) -> Tensor:
         outputs = self.outputs
         scales = F.linear(self.squares(a), self.weights).unflatten(-1, self.sizes)  # along the axes, (..., L, w)
@@ -667,14 +683,10 @@ class SharedAxes(nn.Module):
 def last_layer_axes(members: Sequence[Posterior]) -> SharedAxes | None:
     """Return the form for predictions from the features of the network (``Network.features``); None if there is none.
 
-    It is held beside the posterior, so that wide layers go without.
+    It is held beside the posterior, so that layers with many inputs or outputs go without.
     """
     network = members[0].problem.network
-    if (
-        network.last_linear is None
-        or network.layout[0].d_in ** 2 > MAX_AXES
-        or network.output_shape[-1] > COVARIANCE_OUTPUTS
-    ):
+    if network.last_linear is None or max(network.layout[0].d_in, network.output_shape[-1]) ** 2 > MAX_AXES:
         return None
     with torch.no_grad():
         return SharedAxes.of(members)

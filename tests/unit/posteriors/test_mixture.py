@@ -234,3 +234,37 @@ def test_predictions_from_features_are_those_from_jacobians(method: Any) -> None
         assert_close(getattr(found, name), getattr(expected, name))
     assert_close(posterior(x[:6]).cov, posterior._mix(beliefs).cov)
     assert_close(posterior.members[0](x[:6]).cov, beliefs[0].cov)
+
+
+def test_variances_of_many_classes_are_those_of_their_jacobians() -> None:
+    """The axes of the last layer give the variances of 40 outputs without their covariance."""
+    torch.manual_seed(3)
+    x, labels = torch.randn(80, 3, dtype=D), torch.arange(80) % 40
+    posterior = lw.fit(network(40), (x, labels), "classification", weights=lw.last_layer, prior=0.5)
+    cov = posterior.functions(x[:5], outputs=torch.arange(40)).cov
+    belief = posterior.functions(x[:5])
+    assert_close(belief.variance, cov.diagonal(dim1=-2, dim2=-1))
+    centre = torch.eye(40, dtype=D) - 1 / 40
+    assert_close(belief.centred_variance, (centre @ cov @ centre).diagonal(dim1=-2, dim2=-1))
+    assert_close(belief.cov, cov)
+
+
+def test_mutual_information_of_a_mixture_is_that_of_many_draws() -> None:
+    """Two percent of the information of all inputs together, and the same order of inputs."""
+    torch.manual_seed(4)
+    x, labels = torch.randn(120, 3, dtype=D), torch.arange(120) % 3
+    posterior = lw.fit(network(3), (x, labels), "classification", validation=(x.flip(0), labels))
+    assert posterior.posterior.cell_count > 1
+    predictive = posterior.predict(4 * x[:40])
+    entropy, probs, generator = 0.0, 0.0, torch.Generator().manual_seed(0)
+    for group in predictive.components:
+        half = group.belief.sample(6000, generator) - group.belief.mean
+        p = torch.cat([group.belief.mean + half, group.belief.mean - half]).softmax(-1).movedim(1, 0)  # (K, 2n, B, C)
+        weights = predictive.weights[:, None, None]
+        probs = probs + (weights * p.mean(1)).sum(0)
+        entropy = entropy + (weights[:, 0] * torch.special.entr(p).sum(-1).mean(1)).sum(0)
+    expected = torch.special.entr(probs).sum(-1) - entropy
+    found = predictive.epistemic
+    assert float((found - expected).abs().sum()) <= 0.02 * float(expected.sum())
+    ranks = torch.stack([values.argsort().argsort().double() for values in (found, expected)])
+    assert float(torch.corrcoef(ranks)[0, 1]) >= 0.999
