@@ -89,11 +89,17 @@ class Graph:
 
     @cached_property
     def form(self) -> tuple[object, ...]:
-        """The signature in which a size only matters as one or more, and the number of rows also as one per sample."""
-        batch = output_shape(self.nodes[0])[0]
+        """The signature in which a size only matters as one or more, and the number of rows also as one per sample.
+
+        The rows of a parameter have nothing to do with samples.
+        """
+        batch, carried = output_shape(self.nodes[0])[0], _carried_parameters(self.operations, self.leaves)
         rows = lambda n: n if n < 2 else 2 if n == batch else 3 if n % max(1, batch) == 0 else 4
         kinds = lambda shape: (*map(rows, shape[:1]), *(min(n, 2) for n in shape[1:]))
-        return tuple((name, kinds(shape), edges) for name, shape, edges in self.signature)
+        return tuple(
+            (name, shape if node in carried else kinds(shape), edges)
+            for node, (name, shape, edges) in zip(self.nodes, self.signature, strict=True)
+        )
 
     @property
     def last(self) -> str:
@@ -242,10 +248,10 @@ def _broadcast_lookup(
     return child if operations[child].looks_up and consumers[child] == 1 else None
 
 
-def _carried_parameters(operations: dict[Node, Operation], leaves: Mapping[Node, str]) -> Carried:
+def _carried_parameters(operations: Mapping[Node, Operation], leaves: Mapping[Node, str]) -> Carried:
     """Return the nodes whose output is a parameter, with its name and the nodes on the way to it, nearest first."""
     carried: Carried = {node: (name, ()) for node, name in leaves.items()}
-    for node in reversed(operations):  # producers before consumers
+    for node in reversed(tuple(operations)):  # producers before consumers
         below = node.next_functions
         if len(below) == 1 and below[0][0] in carried and operations[node].carries_parameter:
             name, moves = carried[below[0][0]]

@@ -742,6 +742,22 @@ def test_a_wrong_rule_is_refused_and_names_the_parameter() -> None:
     network.linearise(x).jacobians()
 
 
+@pytest.mark.parametrize(("rows", "times"), [(4, 1), (1, 2)])
+def test_a_smaller_batch_is_compared_again_only_if_its_graph_differs(
+    rows: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight of eight rows is no other graph where four of them would be two for each sample."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(D)
+    network, compared = Network.build(model, torch.randn(5, 8, dtype=D)), []
+    compare = tangent.compare
+    monkeypatch.setattr(
+        "lapwing.networks.network.compare", lambda t, first: compared.append(first) or compare(t, first)
+    )
+    for count in (5, rows, 5, rows):
+        network.linearise(torch.randn(count, 8, dtype=D)).jacobians()
+    assert len(compared) == times
+
+
 class Kept(nn.Module):
     """A network that computes a weight from another once and keeps it."""
 
