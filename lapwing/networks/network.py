@@ -458,7 +458,8 @@ class Network:
         if not (lone and self.head and self.private and len(self.output_shape) == 1 and not self.plain_kernels):
             return None
         layer = self.replica.get_submodule(name)
-        users = [n for n, p in self.replica.named_parameters(remove_duplicate=False) if p is layer.weight]
+        weight = getattr(layer, "weight", None)
+        users = [n for n, p in self.replica.named_parameters(remove_duplicate=False) if p is weight]
         same = type(layer) is nn.Linear and "forward" not in vars(layer) and len(users) == 1
         return name if same and self.arithmetic == self.dtype and self.shift is None else None
 
