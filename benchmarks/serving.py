@@ -38,7 +38,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))  # another library's environment runs this file by its path
 from benchmarks import models
 
-BATCHES, BLOCK, WARM, SECONDS = (1, 32), 20, 5, 2.0
+BATCHES, BLOCK, SECONDS = (1, 32), 20, 2.0
 Call = Callable[[], object]
 Data = list[tuple[Tensor, Tensor]]
 NETWORKS: dict[str, tuple[int, tuple[int, ...], int, Callable[[], nn.Module]]] = {
@@ -151,14 +151,16 @@ def latencies(calls: dict[str, Call], times: int, threads: int) -> dict[str, tup
     taken: dict[str, list[float]] = {name: [] for name in calls}
 
     def block(call: Call, seconds: list[float]) -> None:
+        until = time.perf_counter() + SECONDS
         for _ in range(BLOCK):
             start = time.perf_counter()
             call()
             seconds.append(time.perf_counter() - start)
+            if time.perf_counter() > until:
+                return
 
     for call in calls.values():
-        for _ in range(WARM):
-            call()
+        block(call, [])
     for _ in range(max(1, times // (BLOCK * threads))):
         for name, call in calls.items():
             if sum(taken[name]) > SECONDS * threads:
@@ -233,7 +235,8 @@ def main() -> int:
     from benchmarks.spine import cpu_name
 
     pythons = {"lapwing": sys.executable, **({"laplace-torch": options.peer} if options.peer else {})}
-    print(f"$ python -m benchmarks.serving{' --peer PYTHON' if options.peer else ''}\n")
+    only = f" --only {' '.join(options.only)}" if options.only else ""
+    print(f"$ python -m benchmarks.serving{' --peer PYTHON' if options.peer else ''}{only}\n")
     print("p50 / p99 in ms of one call; peer: laplace-torch 0.3" if options.peer else "p50 / p99 in ms of one call")
     print(LINE.format("", "rows", "threads", *COLUMNS))
     for number, case in enumerate(CASES):
