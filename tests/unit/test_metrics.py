@@ -721,7 +721,7 @@ def test_scores_work_where_numpy_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
 
 # The names of lw.metrics.
 
-PAGE = Path(__file__).parents[2] / "docs" / "decisions.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
 def test_every_score_has_its_own_name() -> None:

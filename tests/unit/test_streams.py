@@ -18,6 +18,7 @@ import lapwing as lw
 import lapwing.methods.swag as swag
 import lapwing.methods.valla as stochastic
 import lapwing.tangent as design
+from lapwing.data import known_rows
 from lapwing.data.batches import Data
 from lapwing.data.streams import shuffle_batches
 from lapwing.networks.jacobians import Footprint
@@ -120,9 +121,11 @@ def test_a_fit_holds_a_few_batches_at_a_time(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["default", "valla"])
 def test_the_memory_of_a_fit_does_not_grow_with_the_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapwing.data.known_rows.MIXED_NUMBERS", 256)  # rows that wait to be hashed: 16,384 usually
+    limits = {"MIXED_NUMBERS": 256, "TRAINING": 64, "MAX_MARKS": 256}  # of rows that wait to be hashed, and of hashes
+    for name_of, limit in limits.items():
+        monkeypatch.setattr(known_rows, name_of, limit)
     few, many = (peak(lambda n=n: lw.fit(network(), Rows(n), "regression", method=METHODS[name])) for n in (768, 1536))
-    assert many <= 1.05 * few + 2 * 8 * 768  # and the marks of a sketch, 8 bytes for each of the first 65,536 rows
+    assert many <= 1.05 * few
 
 
 def test_tails_and_sketches_do_not_grow_with_the_rows() -> None:
