@@ -19,7 +19,7 @@ from lapwing.errors import FileError, UnsupportedError
 from lapwing.networks.jacobians import temporary_bytes
 from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional, outputs_along, weight_slope
-from lapwing.networks.tangent import LastLayerTangent, LayerJacobians, Tangent
+from lapwing.networks.tangent import LayerJacobians, Tangent
 from lapwing.posteriors.base import ALL, TRACE, Posterior, Trace, numbered_normals
 from lapwing.priors import BoundPrior
 from lapwing.problem import STATISTICS, Problem, Statistics, mean_squared_residual
@@ -423,12 +423,12 @@ class WeightPosterior(AtCentre):
         network = self.problem.network
         axes = self._axes if query.outputs is None else None
         if axes is not None and (both := network.features_at_once(x)) is not None:
-            (mean, a), second = both, token_covariances
+            mean, a = both
             if mean.shape[-1] <= COVARIANCE_OUTPUTS:
                 return FunctionGaussian(mean, axes(a)[0])
-            tangent = LastLayerTangent(network, x, mean, features=a)
-            variances = (lambda: axes.variances(a), lambda: second(self.precision, tangent))
-            return FunctionGaussian(mean, Deferred(*variances, lambda: axes.variances(a, centred=True)))
+            covariances = lambda: self._moments(x, query, token_covariances)[1]  # in chunks of inputs
+            variances = partial(axes.variances, a)
+            return FunctionGaussian(mean, Deferred(variances, covariances, partial(variances, centred=True)))
         if query.shape(network.output_shape)[-1] <= COVARIANCE_OUTPUTS:
             return FunctionGaussian(*self._moments(x, query, token_covariances))
         centred = partial(output_variances, centred=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.curvature.kronecker import BlockwisePrecision
 from lapwing.errors import DataError, FileError, ModelError, UnsupportedError
 from lapwing.networks.jacobians import Footprint
 from lapwing.networks.network import Network
@@ -571,3 +572,15 @@ def test_the_methods_that_errors_name_have_every_member(method: Any) -> None:
     x = torch.randn(6, 2)
     posterior = lw.fit(nn.Linear(2, 1), [(x, x[:, :1])], lw.Gaussian(0.1), method=method, prior=1.0).base
     assert [member.__name__ for member in MEMBERS if not posterior.provides(member)] == []
+
+
+def test_covariances_of_many_outputs_take_few_inputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products between the Jacobians of all inputs would cost a square of their number."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 60)).eval()
+    data = [(torch.randn(60, 4), torch.randint(0, 60, (60,)))]
+    fitted = lw.fit(net, data, "classification", weights=lw.last_layer, prior=1.0)
+    at_once = fitted.functions(data[0][0]).cov
+    monkeypatch.setattr(BlockwisePrecision, "cross", None)
+    with lw.memory.limited("1MB"):
+        assert_close(fitted.functions(data[0][0]).cov, at_once)
