@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -161,7 +161,7 @@ class Gaussian(Likelihood):
         return StudentPredictive(belief, noise, self.degrees, self.tail_scale)
 
     def log_probs(
-        self, belief: FunctionGaussian | FunctionSamples, y: Tensor, variants: Sequence[tuple[Any, float]]
+        self, belief: FunctionGaussian | FunctionSamples, y: Tensor, variants: Sequence[tuple[Likelihood, float]]
     ) -> Tensor:
         """Variants with the same tails are taken together if there is one output: they are many, and each is small."""
         if isinstance(belief, FunctionSamples) or belief.mean.shape[-1] > 1:
@@ -171,11 +171,12 @@ class Gaussian(Likelihood):
         for number, (other, _) in enumerate(variants):
             groups.setdefault((other.degrees, other.tail_scale), []).append(number)
         out = mean.new_empty(len(mean), len(variants))
-        for numbers in groups.values():
+        for tails, numbers in groups.items():
             alike = [variants[number] for number in numbers]
             stacked = FunctionGaussian(mean.repeat(len(alike), 1), torch.cat([factor * cov for _, factor in alike]))
-            noise = torch.stack([other.noise_variance.reshape(1).to(mean) for other, _ in alike])
-            predictive = alike[0][0]._with_noise(stacked, noise.repeat_interleave(len(mean), 0))
+            noises = (other.noise_variance for other, _ in alike)
+            noise = torch.cat([each.reshape(1) for each in noises if each is not None]).to(mean)
+            predictive = self.with_tails(*tails)._with_noise(stacked, noise.repeat_interleave(len(mean)).unsqueeze(1))
             out[:, numbers] = predictive.log_prob(y.reshape(-1, 1).repeat(len(alike), 1)).reshape(len(alike), -1).T
         return out
 
