@@ -28,7 +28,8 @@ INPUT_BITS, TARGET_BITS = 40, 22
 MAX_HASHED_WORDS = 2**14  # words of a row that are hashed; a wider one is added up to so many
 SHORT_TYPES = {torch.bool, torch.uint8, torch.int8, torch.int16}  # whole numbers that float32 holds
 CHUNK_NUMBERS = 2**18  # numbers that are hashed at a time
-MIXED_NUMBERS = 2**14  # numbers of small batches that are mixed at once
+MIXED_NUMBERS = 2**14  # numbers of small batches that are mixed at once, at most
+MIXED_BATCHES = 16  # of the size of the first
 MAX_MARKS = 4 * TRAINING  # marks of a pass that goes on
 TOTAL = 2**53
 MIN_SHARE = 0.1  # share of reused rows that is worth a remark
@@ -169,7 +170,8 @@ class Sketching:
         self.rows += count
         if self.sums is None or not _same_form(targets, self.targets):
             self._mix_waiting()
-            room = MIXED_NUMBERS // (1 + (0 if targets is None else targets[:1].numel()))
+            most = MIXED_NUMBERS // (1 + (0 if targets is None else targets[:1].numel()))
+            room = min(most, MIXED_BATCHES * count)
             self.sums = sums.new_empty(room)
             self.targets = None if targets is None else targets.new_empty((room, *targets.shape[1:]))
         if self.waiting + count > len(self.sums):
