@@ -300,9 +300,11 @@ def _products(t: Tensor, seed: int) -> Tensor:
 
 
 def _product(t: Tensor, seed: int) -> Tensor:
-    near = t.float() + 0.0  # minus zero is zero
-    words = (F.pad(near, (0, 1)) if t.shape[1] % 2 else near.contiguous()).view(torch.int64)  # of two numbers each
-    product = _times(words, seed)
+    near = t.float()
+    pairs = F.pad(near, (0, 1)) if t.shape[1] % 2 else near.contiguous()
+    if pairs.storage_offset() % 2:
+        pairs = pairs.clone()
+    product = _times(pairs.view(torch.int64), seed)  # words of two numbers each
     if t.is_floating_point() or t.dtype in SHORT_TYPES:
         return product
     return product + _times(t.long() - near.double().long(), seed + 1)  # what float32 does not hold

@@ -24,7 +24,14 @@ from lapwing.likelihoods.base import (
     refuse_unused,
 )
 from lapwing.predictives.base import Predictive, check_distributions, is_soft
-from lapwing.predictives.labels import BINARY_LINKS, LINKS, BinaryPredictive, SoftmaxPredictive, SoftmaxSamples
+from lapwing.predictives.labels import (
+    BINARY_LINKS,
+    LINKS,
+    BinaryPredictive,
+    SoftmaxPredictive,
+    SoftmaxSamples,
+    log_softmax,
+)
 from lapwing.runtime.settings import (
     FINITE,
     FLAG,
@@ -201,7 +208,7 @@ class Categorical(LogitLikelihood):
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the cross-entropy -Σ_c w_c t_c log p_c, with t the target after label smoothing."""
-        log_p = F.log_softmax(f, -1)
+        log_p = log_softmax(f)
         if self.class_weights is not None:
             log_p = log_p * torch.as_tensor(self.class_weights, dtype=f.dtype, device=f.device)
         ignores = self._ignores(y)
@@ -224,7 +231,7 @@ class Categorical(LogitLikelihood):
 
     def root_columns(self, f: Tensor, y: Tensor, columns: slice) -> Tensor:
         first, last, _ = columns.indices(f.shape[-1] - 1)
-        root_p = (0.5 * F.log_softmax(f, -1)).exp()
+        root_p = (0.5 * log_softmax(f)).exp()
         v = root_p.clone()
         v[..., -1] += 1
         scaled = v / (1 + root_p[..., -1:])  # 2 / vᵀv = 1 / (1 + √p_last)
@@ -235,7 +242,7 @@ class Categorical(LogitLikelihood):
         return root if weight is None else root * weight.sqrt()[..., None, None]
 
     def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
-        p = f.double().softmax(-1)
+        p = log_softmax(f.double()).exp()
         top = p.argmax(-1, keepdim=True)
         others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)  # 1 - p of the largest, where nothing cancels
         diagonal = (1 - p).mul_(p).scatter_(-1, top, p.gather(-1, top) * others)

@@ -135,7 +135,7 @@ def not_definite(name: str, smallest: float) -> str:
     )
 
 
-PANEL_COLUMNS = {"cpu": 96, "cuda": 384}  # columns that are multiplied at once with those from them on
+PANEL_COLUMNS = {"cpu": 64, "cuda": 384}  # columns that are multiplied at once with those from them on
 MAX_EIGENVALUE_LOSS = 1e-3  # of the smallest eigenvalue, that products in the dtype of the rows may lose
 MAX_PENDING = 32  # products that are added in the dtype of the rows before they are added to the sum
 STRIP_ROWS = 512  # rows that are mirrored at a time, which limits the extra memory; fewer if the byte budget is small

@@ -36,9 +36,20 @@ PAIRED_CLASSES = 256  # classes up to which the covariance of each pair of logit
 LINK_COPIES = 4  # of a (C, C) intermediate that a link holds for each input
 
 
+FEW_CLASSES = 32  # classes up to which torch's own log-softmax on a CPU takes two to four times as long
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Return log softmax over the last dimension; for few classes by operations on whole tensors."""
+    if logits.shape[-1] > FEW_CLASSES or not logits.is_cpu:
+        return logits.log_softmax(-1)
+    below_top = logits - logits.detach().amax(-1, keepdim=True)
+    return below_top - below_top.exp().sum(-1, keepdim=True).log()
+
+
 def probit(belief: FunctionGaussian) -> Tensor:
     """Return log softmax(m / sqrt(1 + π/8 var)), (B, C). It needs variances only."""
-    return probit_logits(belief.mean, belief.variance).log_softmax(-1)
+    return log_softmax(probit_logits(belief.mean, belief.variance))
 
 
 def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:

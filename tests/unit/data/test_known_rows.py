@@ -41,6 +41,9 @@ FORMS: dict[str, Callable[[Tensor, Tensor], RowSketch]] = {
     "other batches": lambda x, y: sketch(x, y, 7),
     "another order": lambda x, y: sketch(x.flip(0), y.flip(0)),
     "another layout": lambda x, y: sketch(x.T.contiguous().T, y),
+    "from an odd place in memory": lambda x, y: sketch(
+        torch.cat([x.new_zeros(1), x.flatten()]).float()[1:].view_as(x), y
+    ),
     "padded": lambda x, y: sketch(torch.cat([x, torch.zeros(len(x), 2)], 1), y),
 }
 
