@@ -310,7 +310,8 @@ def problem_of(
     first, several = data.peek()
     network = Network.build(model, several.inputs, find_weights(weights), output)
     refuse_other_models(network.model, data.processes)
-    few = first_samples(network, first, EXAMINED_SAMPLES)  # the pass over the data checks all
+    whole = network.count(first.inputs) != first.n_samples  # refused below, with their numbers
+    few = first if whole else first_samples(network, first, EXAMINED_SAMPLES)  # the pass over the data checks all
     f = network(few.inputs)
     chosen = likelihood_for(likelihood, network, few, f)
     check_targets_for(network, chosen, f, network.arrange_targets(few).targets)

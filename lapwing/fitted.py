@@ -19,7 +19,7 @@ from lapwing.data.streams import InputStream
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.networks.fingerprint import Fingerprint
-from lapwing.networks.forward import outside_autocast, outside_inference, refuse_training_mode
+from lapwing.networks.forward import outside_autocast, outside_inference
 from lapwing.networks.network import Network
 from lapwing.networks.passes import Functional
 from lapwing.posteriors.base import (
@@ -1086,9 +1086,7 @@ class Fitted:
 
     def _refuse_changed(self) -> None:
         """Raise if the model is in training mode or its weights have changed."""
-        model = self.network.model
-        refuse_training_mode(model)
-        self.fingerprint.refuse_other(model)
+        self.fingerprint.refuse_other(self.network.model)
 
     def _check_inputs(self, x: Inputs, slopes: bool = False) -> Inputs:
         """Return the inputs on the model's device; raise if they are empty or not finite, or the model has changed.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial, reduce
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,8 @@ class PosteriorModule(nn.Module):
         super().__init__()
         self.model, self.returns = fitted.network.model, returns
         self.output, self.fingerprint = fitted.network.output, fitted.fingerprint
-        self.fitted_dtype = self._dtype()
+        self.first = (next(p for p in self.model.parameters() if p.is_floating_point()),)  # in a tuple: not registered
+        self.fitted_dtype = self.first[0].dtype
         self.training = False
 
     def train(self, mode: bool = True) -> PosteriorModule:
@@ -61,8 +61,7 @@ class PosteriorModule(nn.Module):
 
         A module that was cast to another dtype may differ by its rounding.
         """
-        refuse_training_mode(self.model)
-        dtype = self._dtype()
+        dtype = self.first[0].dtype
         self.fingerprint.refuse_other(
             self.model, SAME if dtype == self.fitted_dtype else max(SAME, torch.finfo(dtype).eps)
         )
@@ -71,15 +70,10 @@ class PosteriorModule(nn.Module):
         """Return the device of the model."""
         return next(self.model.parameters()).device
 
-    def _dtype(self) -> torch.dtype:
-        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
-
 
 def is_recording() -> bool:
     """Return whether operations are recorded, by ``torch.export``, ONNX, ``torch.compile`` or a trace, and not run."""
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
-        return True
-    return torch.onnx.is_in_onnx_export() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 SAME_COVARIANCE = 3e-6  # error, relative to the largest entry, up to which a covariance of weights has the shorter form
@@ -200,8 +194,10 @@ class ClosedForm(PosteriorModule):
             return self._compute(inputs, named)
         self.refuse_changed()
         given = inputs, named
-        with nullcontext() if wants_slopes(given) else torch.no_grad():
-            results = isolate(lambda given: _as_tuple(self._compute(*given)), given)
+        if not wants_slopes(given):
+            with torch.no_grad():
+                return self._compute(inputs, named)
+        results = isolate(lambda given: _as_tuple(self._compute(*given)), given)
         return results if self.returns == "moments" else results[0]
 
     def _compute(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:

@@ -225,9 +225,11 @@ def tensors_in(tree: Inputs) -> Iterator[Tensor]:
     """Yield every tensor of a nesting, in order, those of sets of samples too."""
     if isinstance(tree, Tensor):
         yield tree
-        return
-    for _, leaf in named_leaves(tree):
-        yield from (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf)
+    elif isinstance(tree, SampleSet):
+        yield from tensors_of(tree)
+    elif isinstance(tree, Mapping | tuple | list):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from tensors_in(part)
 
 
 def has_sets(inputs: Inputs) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lapwing.data.inputs import Inputs
 from lapwing.data.processes import Processes
 from lapwing.errors import FileError, ModelError
+from lapwing.networks.forward import refuse_training_mode
 from lapwing.runtime.states import LARGEST, Field, Known, State, Text, refusal, saved
 
 PLAIN_TYPES_OUTSIDE = (float, str, bool, FunctionType, BuiltinFunctionType)
@@ -66,13 +67,14 @@ class Fingerprint:
         return cls(tuple(tensors), shapes, tuple(numbers[:size]), tuple(numbers[size:]), _quick(model), structure)
 
     def refuse_other(self, model: nn.Module, tolerance: float = WATCHED) -> None:
-        """Raise unless the model has the modules and the parameters of the fingerprint.
+        """Raise unless the model has the modules and the parameters of the fingerprint, and is not in training mode.
 
         A model that was found unchanged is watched, so that the next call costs one read of its weights.
         """
         watch: _Watch | None = vars(self).get("_watch")
         if watch is not None and watch.model is model and watch.sees_no_change():
             return
+        refuse_training_mode(model)
         if not self.quick or _quick(model) != self.quick:
             self._refuse_other_tensors(model, tolerance)
         self._refuse_other_structure(model)

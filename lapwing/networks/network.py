@@ -481,7 +481,7 @@ class Network:
         """Return ``features``, if there are any and all samples together fit the byte budget."""
         if self.last_linear is None or not isinstance(inputs, Tensor):
             return None
-        runs = self.footprint.forward_runs(len(inputs), self.dtype, self.device)
+        runs = self.footprint.forward_runs(len(inputs), self.dtype, inputs.device)
         return self.features(inputs) if next(runs, slice(0)).stop == len(inputs) else None
 
     def tangent_of_features(self, inputs: Inputs) -> Tangent:

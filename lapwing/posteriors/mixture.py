@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, check_finite, wants_slopes
-from lapwing.errors import FileError, ModelError, UnsupportedError
+from lapwing.errors import FileError, ModelError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.labels import Categorical
 from lapwing.networks.fingerprint import Fingerprint
@@ -369,12 +369,8 @@ class MixturePosterior(Posterior):
     def _average(self, beliefs: Sequence[FunctionGaussian] | Sequence[FunctionSamples]) -> Predictive:
         """Return the average of the predictives of all cells, given the belief of each posterior."""
         components = tuple(cell.predict(beliefs[cell.belief]) for cell in self.cells)
-        if not hasattr(components[0], "mixed"):
-            raise UnsupportedError(
-                f"{type(components[0]).__name__} has no mixed(components, weights), which a mixture of predictives "
-                "needs. Add it, or give fit() a prior or a tuner such as lw.tuners.MaximiseEvidence()."
-            )
-        return type(components[0]).mixed(components, self.weights)
+        mixed = getattr(type(components[0]), "mixed", Predictive.mixed)  # a user's own may lack it
+        return mixed(components, self.weights)  # type: ignore[no-any-return]
 
     def function_samples(self, x: Inputs, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n functions, (n, B, [T,] C); each draws its cell first. One pass of the network for all of them."""

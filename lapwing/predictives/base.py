@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,12 +76,22 @@ class Predictive:
         """Return the main members as NumPy arrays, by name: ``probs`` of labels, ``mean`` and ``std`` of numbers."""
         return {name: getattr(self, name).detach().cpu().numpy() for name in self.main_members}
 
-    def __getattr__(self, name: str) -> Any:
-        """Raise an error that lists the members: numbers have no ``probs``, and classes no ``interval``."""
-        if name.startswith("_") or hasattr(type(self), name):  # the error of a member itself
-            return object.__getattribute__(self, name)
-        members = ", ".join(each for each in dir(type(self)) if not each.startswith("_"))
-        raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {members}.")
+    @staticmethod
+    def mixed(components: tuple[Any, ...], weights: Tensor) -> Predictive:
+        """Return the mixture of predictives of the same inputs; raise if there is none of this kind."""
+        raise UnsupportedError(
+            f"{type(components[0]).__name__} has no mixed(components, weights), which a mixture of predictives needs. "
+            "Add it, or give fit() a prior or a tuner such as lw.tuners.MaximiseEvidence()."
+        )
+
+    if not TYPE_CHECKING:  # which would take every name for a member
+
+        def __getattr__(self, name):
+            """Raise an error that lists the members: numbers have no ``probs``, and classes no ``interval``."""
+            if name.startswith("_") or hasattr(type(self), name):  # the error of a member itself
+                return object.__getattribute__(self, name)
+            members = ", ".join(each for each in dir(type(self)) if not each.startswith("_"))
+            raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {members}.")
 
     def __repr__(self) -> str:
         """Return the shape in a line; the numbers are in the members."""

@@ -37,12 +37,12 @@ PAIRED_CLASSES = 256  # classes up to which the covariance of each pair of logit
 LINK_COPIES = 4  # of a (C, C) intermediate that a link holds for each input
 
 
-FEW_CLASSES = 32  # classes up to which torch's own softmax on a CPU takes two to four times as long
+FEW_CLASSES, SMALL = 32, 2**12  # classes up to which torch's own softmax of more logits takes up to four times as long
 
 
 def softmax(logits: Tensor) -> Tensor:
     """Return the softmax over the last dimension; for few classes by operations on whole tensors."""
-    if logits.shape[-1] > FEW_CLASSES or not logits.is_cpu:
+    if logits.numel() < SMALL or logits.shape[-1] > FEW_CLASSES or not logits.is_cpu:
         return logits.softmax(-1)
     odds = (logits - logits.detach().amax(-1, keepdim=True)).exp()
     return odds / odds.sum(-1, keepdim=True)
@@ -50,7 +50,7 @@ def softmax(logits: Tensor) -> Tensor:
 
 def log_softmax(logits: Tensor) -> Tensor:
     """Return the logarithm of the softmax over the last dimension, in the same way."""
-    if logits.shape[-1] > FEW_CLASSES or not logits.is_cpu:
+    if logits.numel() < SMALL or logits.shape[-1] > FEW_CLASSES or not logits.is_cpu:
         return logits.log_softmax(-1)
     below_top = logits - logits.detach().amax(-1, keepdim=True)
     return below_top - below_top.exp().sum(-1, keepdim=True).log()
@@ -137,18 +137,18 @@ def bridge(belief: FunctionGaussian) -> Tensor:
     return torch.where(none, log_softmax(mean), alpha.log() - alpha.sum(-1, keepdim=True).log())
 
 
-def logit_draws(belief: FunctionGaussian, n: int, seed: int) -> Tensor:
+def logit_draws(belief: FunctionGaussian, n: int, seed: int, root_of: Callable[[Tensor], Tensor] = psd_root) -> Tensor:
     """Return n draws of the logits, (n, B, C), up to a shift common to all logits of an input.
 
     The draws are antithetic, moment-matched Sobol points on the C - 1 dimensional space of logits that sum to zero,
-    the same points for every input. Cost: a Cholesky factor of a (C - 1, C - 1) matrix for each input.
+    the same points for every input. Cost: a root of a (C - 1, C - 1) matrix for each input.
     """
     mean, outputs = belief.mean, belief.mean.shape[-1]
     basis, points = _zero_sum_basis(outputs).to(mean), _normal_points(n, outputs - 1, seed).to(mean)
     flat, cov = mean.reshape(-1, outputs), belief.cov.reshape(-1, outputs, outputs)
 
     def draws(part: slice) -> Tensor:
-        root = basis @ _any_root(basis.mT @ cov[part] @ basis)
+        root = basis @ root_of(basis.mT @ cov[part] @ basis)
         return flat[part] + torch.einsum("bcd,nd->nbc", root, points)
 
     each = 2 * LINK_COPIES * flat.element_size() * outputs**2
@@ -156,7 +156,7 @@ def logit_draws(belief: FunctionGaussian, n: int, seed: int) -> Tensor:
     return concat_chunks(parts, len(flat), 1).reshape(n, *mean.shape) if len(flat) else mean.new_zeros(n, *mean.shape)
 
 
-def _any_root(matrix: Tensor) -> Tensor:
+def quick_root(matrix: Tensor) -> Tensor:
     """Return R with R Rᵀ = matrix: a Cholesky factor, and the symmetric root where there is none.
 
     The factor takes a twentieth of the time, and its draws integrate better: each point moves few directions.
@@ -449,7 +449,9 @@ class SoftmaxPredictive(ClassPredictive):
             hard = (error > HARD_ERROR * total) | (width > WIDE_DEVIATION * total)
             if bool(hard.any()):
                 most = 2 ** ((DRAWN_LOGITS // mean.shape[-1]).bit_length() - 1)  # Sobol points come in powers of two
-                drawn = logit_draws(FunctionGaussian(mean[hard], cov[hard]), max(self.samples, most), self.seed)
+                drawn = logit_draws(
+                    FunctionGaussian(mean[hard], cov[hard]), max(self.samples, most), self.seed, quick_root
+                )
                 probs[hard], entropy[hard] = (part.mean(0) for part in softmax_and_entropy(drawn))
         return probs, entropy
 

@@ -199,6 +199,8 @@ def concat_chunks(parts: Iterable[Tensor], count: int, dim: int = 0) -> Tensor:
 
 def _limit() -> int | None:
     """Return the limit of the process; the environment is read once."""
+    if _process:
+        return _process[0]
     with _LOCK:
         if not _process:
             text = os.environ.get(VARIABLE)
@@ -214,9 +216,9 @@ def _limit() -> int | None:
 def _share_of_what_is_free(device: torch.device) -> int:
     """Return the default of a device. What is free is read again only after a while: it takes a system call."""
     now = time.monotonic()
-    with _LOCK:
-        read, size = _default.get(device, (now - MAX_AGE, 0))
-        if now - read >= MAX_AGE:
+    read, size = _default.get(device, (now - MAX_AGE, 0))
+    if now - read >= MAX_AGE:
+        with _LOCK:
             share = max(MIN_DEFAULT, int(FREE_SHARE * _free(device)))
             size = min(MAX_DEFAULT.get(device.type, MAX_DEFAULT["cuda"]), 2 ** (share.bit_length() - 1))
             _default[device] = now, size

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.errors import DataError, ModelError
-from lapwing.networks.examine import refuse_random, refusing_changes
+from lapwing.networks.examine import EXAMINED_SAMPLES, refuse_random, refusing_changes
 from lapwing.networks.fingerprint import Fingerprint
 from lapwing.networks.forward import Replica, borrow_copy, copy_modules, extract_data, extract_network, raw_output
 from lapwing.networks.network import Network, plain_passes, trainable_names
@@ -160,7 +160,8 @@ def test_a_few_samples_are_enough_to_examine_a_model() -> None:
     seen: list[int] = []
     model = Wrapped(lambda m, x: (seen.append(len(x)), m.head(x))[1], head=nn.Linear(4, 3)).double()
     Network.build(model, x(500))
-    assert sorted(seen) == [15, 16, 31, 31]
+    half = EXAMINED_SAMPLES // 2
+    assert sorted(seen) == [half, half + 1, EXAMINED_SAMPLES, EXAMINED_SAMPLES]
 
 
 def test_several_inputs_are_not_cut_to_see_whether_a_forward_pass_is_random() -> None:

@@ -11,9 +11,9 @@ from scipy.special import expit
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.predictives.labels import SoftmaxPredictive, logit_draws, pairwise, probit
+from lapwing.predictives.labels import SoftmaxPredictive, logit_draws, pairwise, probit, quick_root
 from lapwing.values.gaussian import Deferred
-from tests.tolerances import assert_close, assert_near, assert_within
+from tests.tolerances import SOLVED, assert_close, assert_near, assert_within
 
 # Class probabilities under Gaussian logits: three links, their limits, and what is uncertain about them.
 
@@ -209,9 +209,19 @@ def test_logits_of_large_variance_are_drawn() -> None:
     cov = root @ root.mT
     cov[0] *= 1e-4
     b = lw.FunctionGaussian(mean, cov)
-    mixed, drawn = (lw.Categorical(link=link).predict(b).aleatoric for link in ("pairwise", "mc"))
-    assert_close(mixed[1:], drawn[1:])
-    assert abs(float(mixed[0] - drawn[0])) > 1e-12  # by quadrature
+    draws = logit_draws(b, 128, 0, quick_root).softmax(-1)
+    found, drawn = lw.Categorical().predict(b).aleatoric, torch.special.entr(draws).sum(-1).mean(0)
+    assert_close(found[1:], drawn[1:])
+    assert abs(float(found[0] - drawn[0])) > 1e-12  # by quadrature
+
+
+def test_a_covariance_without_a_cholesky_factor_is_drawn_by_its_symmetric_root() -> None:
+    directions = torch.randn(3, 4, 2, dtype=D)
+    cov = directions @ directions.mT  # of rank two
+    cov[0] += torch.eye(4)
+    root = quick_root(cov)
+    assert_close(root @ root.mT, cov, SOLVED)
+    assert_close(root[0], torch.linalg.cholesky(cov[0]))
 
 
 @pytest.mark.parametrize("link", LINKS)
