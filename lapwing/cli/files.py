@@ -322,8 +322,7 @@ class ParquetFile(DataFile):
                 "or --drop the column."
             )
         if types.is_string(column.type) or types.is_large_string(column.type):
-            texts: list[str] = column.to_pylist()
-            return texts
+            return column.to_pylist()
         if not any(test(column.type) for test in (types.is_integer, types.is_floating, types.is_boolean)):
             raise DataError(
                 f"the column {name!r} of {self.path} holds {column.type}; expected numbers. Leave it out: "

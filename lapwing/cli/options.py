@@ -209,8 +209,7 @@ class Arguments(Namespace):
         """Return the rule for the weights."""
         if self.subset not in WEIGHTS:
             return named(self.subset)
-        rule: Weights = find_weights(self.subset)
-        return rule
+        return find_weights(self.subset)
 
     def _device(self) -> torch.device:
         """Return the device; raise if this machine does not have it."""

@@ -58,8 +58,7 @@ class ClassMatrices:
 
     def deviance(self, residual: Tensor, coefficients: Tensor, noise: Tensor) -> Tensor:
         """Return rᵀ K⁻¹ r + log det K for ``covariance`` K and r (dy,), differentiable once in the last two."""
-        value: Tensor = _Deviance.apply(residual, coefficients, noise, self)
-        return value
+        return _Deviance.apply(residual, coefficients, noise, self)
 
 
 def _finite(matrices: Tensor) -> Tensor:

@@ -494,8 +494,7 @@ def energy(likelihood: Likelihood, alpha: float, mean: Tensor, cov: Tensor, y: T
     """
     if alpha == 1:
         refuse_ignored(likelihood, y)
-        log_density: Tensor = likelihood.predict(FunctionGaussian(mean, cov)).log_prob(y)
-        return log_density
+        return likelihood.predict(FunctionGaussian(mean, cov)).log_prob(y)
     if alpha == 0:
         phi = likelihood.dispersion.to(mean)
         root = likelihood.root(mean, y)

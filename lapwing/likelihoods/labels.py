@@ -354,8 +354,7 @@ class Bernoulli(LogitLikelihood):
         return torch.zeros_like(y, dtype=torch.bool) if self.ignore_index is None else y == self.ignore_index
 
     def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
-        log_prob: Tensor = predictive.known_log_prob(y, ~self.ignored(y))
-        return log_prob
+        return predictive.known_log_prob(y, ~self.ignored(y))
 
     def check_prediction(self) -> None:
         refuse_unused("Bernoulli", pos_weight=self.pos_weight, temperature=self.temperature)

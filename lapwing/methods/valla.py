@@ -291,8 +291,7 @@ class _Rows:
         """
         few = self.count * each <= int(PIECE_SHARE * budget(self.sweep.network.device))
         if self.kept is None or not self.count or not few:
-            total: Tensor = _Again.apply(moves, self, function, size)
-            return total
+            return _Again.apply(moves, self, function, size)
         return reduce(torch.add, map(function, self))
 
 

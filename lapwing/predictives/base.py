@@ -447,8 +447,7 @@ def check_labels(y: Any, like: Tensor) -> Tensor:
             "of lw.metrics leave -100 out by themselves."
         )
         raise DataError(f"classes run from {low} to {high}; expected 0..{count - 1}.{advice if low < 0 else ''}")
-    numbers: Tensor = y.to(like.device).long().reshape(*shape, 1)
-    return numbers
+    return y.to(like.device).long().reshape(*shape, 1)
 
 
 def check_numbers(y: object, like: Tensor, one: bool = True, within: tuple[float, float] | None = None) -> Tensor:

@@ -219,8 +219,7 @@ class NormalPredictive(NumberPredictive):
         return torch.special.ndtr((check_numbers(y, self.mean) - self.mean) / self.std)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        out: Tensor = self.distribution.log_prob(check_numbers(y, self.mean, one=False))
-        return out
+        return self.distribution.log_prob(check_numbers(y, self.mean, one=False))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         integer().check("n", n)
@@ -229,8 +228,7 @@ class NormalPredictive(NumberPredictive):
 
     @property
     def entropy(self) -> Tensor:
-        out: Tensor = self.distribution.entropy()
-        return out
+        return self.distribution.entropy()
 
     @property
     def known_entropy(self) -> Tensor:

@@ -409,8 +409,7 @@ class _Storage:
         """Return the value with copies of its tensors; one that is reached twice is copied once."""
         if id(value) not in self._done:
             self._done[id(value)] = (value, self._copy(value))
-        copied: T = self._done[id(value)][1]
-        return copied
+        return self._done[id(value)][1]
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
