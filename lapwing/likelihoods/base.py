@@ -282,7 +282,7 @@ class LogitLikelihood(Likelihood):
 
     @property
     def logit_offset(self) -> Tensor | None:
-        return offset_of(self.link_offset, None)
+        return offset_of(self.link_offset, self.loss_weights)
 
     def with_more_offset(self: S, offset: Tensor) -> S:
         own = self.link_offset

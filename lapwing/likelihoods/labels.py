@@ -19,7 +19,6 @@ from lapwing.likelihoods.base import (
     divide_by_root,
     losses_agree,
     match_targets,
-    offset_of,
     refuse_other_loss,
     refuse_unused,
 )
@@ -286,10 +285,6 @@ class Categorical(LogitLikelihood):
         return self.class_weights
 
     @property
-    def logit_offset(self) -> Tensor | None:
-        return offset_of(self.link_offset, self.class_weights)
-
-    @property
     def prefers_samples(self) -> bool:
         return self.link in AVERAGED
 
@@ -398,7 +393,3 @@ class Bernoulli(LogitLikelihood):
     @property
     def loss_weights(self) -> Numbers | None:
         return self.pos_weight
-
-    @property
-    def logit_offset(self) -> Tensor | None:
-        return offset_of(self.link_offset, self.pos_weight)
