@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Distribution, Independent
+from torch import Tensor, distributions
+from torch.distributions import Distribution
 
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.predictives.scores import ClassScoring, LabelScoring, NumberScoring, Scoring
@@ -148,9 +148,9 @@ class ClassPredictive(LabelPredictive):
         return self.log_probs.exp()
 
     @property
-    def distribution(self) -> Categorical:
+    def distribution(self) -> distributions.Categorical:
         """The class of each input as a ``torch.distributions`` object."""
-        return Categorical(probs=self.probs, validate_args=False)
+        return distributions.Categorical(probs=self.probs, validate_args=False)
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return the log-probability of the labels, (B,).
@@ -201,7 +201,7 @@ class MultilabelPredictive(LabelPredictive):
     @property
     def distribution(self) -> Distribution:
         """The labels of one input, each with its own probability, as independent Bernoulli variables."""
-        return Independent(Bernoulli(probs=self.probs, validate_args=False), 1)
+        return distributions.Independent(distributions.Bernoulli(probs=self.probs, validate_args=False), 1)
 
     @staticmethod
     def entropy_of(probs: Tensor) -> Tensor:
@@ -230,11 +230,6 @@ class NumberPredictive(Predictive):
     @property
     def aleatoric_variance(self) -> Tensor:
         """The variance of y that is expected at a known f, which more data would not lower, (B, C)."""
-        raise NotImplementedError
-
-    @property
-    def entropy(self) -> Tensor:
-        """The entropy of y in nats, (B,)."""
         raise NotImplementedError
 
     @property

@@ -9,17 +9,8 @@ from functools import cached_property
 from typing import ClassVar, TypeVar
 
 import torch
-from torch import Tensor
-from torch.distributions import (
-    Categorical,
-    Distribution,
-    Independent,
-    MixtureSameFamily,
-    MultivariateNormal,
-    Normal,
-    Poisson,
-    StudentT,
-)
+from torch import Tensor, distributions
+from torch.distributions import Distribution
 
 from lapwing.errors import DataError, NumericalError
 from lapwing.predictives.base import (
@@ -206,9 +197,9 @@ class NormalPredictive(NumberPredictive):
     def distribution(self) -> Distribution:
         """The joint distribution of the outputs of one input; a multivariate normal if there are several."""
         if self.mean.shape[-1] == 1:
-            return Independent(Normal(self.mean, self.std, validate_args=False), 1)
+            return distributions.Independent(distributions.Normal(self.mean, self.std, validate_args=False), 1)
         cov = self.belief.cov + torch.diag_embed(self.noise)
-        return MultivariateNormal(self.mean, covariance_matrix=cov, validate_args=False)
+        return distributions.MultivariateNormal(self.mean, covariance_matrix=cov, validate_args=False)
 
     def quantile(self, level: float) -> Tensor:
         PROBABILITY.check("level", level)
@@ -278,9 +269,9 @@ class StudentPredictive(NumberPredictive):
         return self.widening * self.noise
 
     @property
-    def distribution(self) -> StudentT:
+    def distribution(self) -> distributions.StudentT:
         """The distribution of each output by itself, (B, C)."""
-        return StudentT(self.degrees, self.mean, self.width, validate_args=False)
+        return distributions.StudentT(self.degrees, self.mean, self.width, validate_args=False)
 
     @cached_property
     def width(self) -> Tensor:
@@ -392,10 +383,10 @@ class CountPredictive(NumberPredictive):
     def distribution(self) -> Distribution:
         """The counts of one input as a mixture of Poisson distributions over the nodes of the quadrature."""
         nodes, weights = normal_nodes(self.belief)
-        mixture = Categorical(probs=weights.expand(nodes.shape), validate_args=False)
-        return Independent(
-            MixtureSameFamily(mixture, Poisson(nodes.exp(), validate_args=False), validate_args=False), 1
-        )
+        each = distributions.Poisson(nodes.exp(), validate_args=False)
+        shares = distributions.Categorical(probs=weights.expand(nodes.shape), validate_args=False)
+        mixture = distributions.MixtureSameFamily(shares, each, validate_args=False)
+        return distributions.Independent(mixture, 1)
 
     def log_prob(self, y: Tensor) -> Tensor:
         y = check_numbers(y, self.mean, one=False, within=(0, math.inf)).unsqueeze(-1)
