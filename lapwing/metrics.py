@@ -480,12 +480,6 @@ def joint_log_likelihood(probs: Values, y: Values, *, ignore_index: int = -100) 
     >>> round(joint_log_likelihood(draws, torch.tensor([1, 1])), 4)  # not 2 log ½: the labels are the same
     -0.6931
     """
-    right = _probabilities_of_labels(probs, y, ignore_index)
-    return float(right.log().sum(1).logsumexp(0)) - math.log(len(right))
-
-
-def _probabilities_of_labels(probs: Values, y: Values, ignore_index: int) -> Tensor:
-    """Return the probabilities of the labels under each draw, (S, B), without the ignored ones."""
     probs, y = numbers("probs", probs), numbers("y", y)
     if probs.ndim != y.ndim + 2 or probs.shape[1:2] != y.shape[:1] or not len(probs):
         raise DataError(
@@ -493,7 +487,8 @@ def _probabilities_of_labels(probs: Values, y: Values, ignore_index: int) -> Ten
             "(B,). Probabilities without draws are probs.unsqueeze(0)."
         )
     flat, repeated = labels(probs.flatten(0, 1), y.repeat(len(probs), *[1] * (y.ndim - 1)), ignore_index)
-    return flat.gather(1, repeated.unsqueeze(1)).reshape(len(probs), -1)
+    right = flat.gather(1, repeated.unsqueeze(1)).reshape(len(probs), -1)
+    return float(right.log().sum(1).logsumexp(0)) - math.log(len(right))
 
 
 def normal_nll(mean: Values, std: Values, y: Values) -> float:
