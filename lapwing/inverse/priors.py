@@ -417,16 +417,14 @@ class BoundFilterGP(ClassCovariance):
         # A graph to the values is not kept: it may be used once, and a call without gradients would keep none.
         return self._compute() if self.values.requires_grad else self._kept_matrices
 
-    @cached_property
-    def _kept_matrices(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return self._compute()
-
     def _compute(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return covariances and factors; parameters with equal ones share them."""
         coefficients = self.coefficients()
         matrices = {part: part.grid.matrix(coefficients[list(part.classes)]) for part in dict.fromkeys(self.parts)}
         roots = {part: cholesky(matrix, "a filter under filter_gp()") for part, matrix in matrices.items()}
         return tuple(matrices[part] for part in self.parts), tuple(roots[part] for part in self.parts)
+
+    _kept_matrices = cached_property(_compute)
 
     def _filters(self, v: Tensor) -> Iterator[Tensor]:
         """Yield the entries of each parameter as filters, (K, F, taps)."""

@@ -370,10 +370,6 @@ class Anchors:
             start += part.batch
         return total
 
-    def at(self, inputs: Inputs) -> Anchors:
-        """Return anchors with the same outputs at other inputs."""
-        return Anchors(self.network, inputs, self.outputs)
-
 
 @dataclass(frozen=True, eq=False)
 class Placement:
@@ -516,7 +512,7 @@ class InducingPoints:
 
     def snapshot(self, moves: Tensor | None) -> InducingPoints:
         """Return the points at their locations after these moves; further steps of the optimiser do not change them."""
-        anchors = self.anchors if moves is None else self.anchors.at(self.move(moves.detach()))
+        anchors = self.anchors if moves is None else replace(self.anchors, inputs=self.move(moves.detach()))
         log_noise = None if self.log_noise is None else self.log_noise.detach().clone()
         return replace(self, anchors=anchors, log_scale=self.log_scale.detach().clone(), log_noise=log_noise)
 
@@ -672,8 +668,7 @@ class ELLA(Method):
         gram, statistics = curvature_within(problem, data, directions, squares)
         if squares is None:
             return WeightPosterior.fitted(problem, SubspaceCurvature(network.selection, directions, gram), statistics)
-        values, basis = dense.eigh(gram)
-        _, singular, vectors = dense.svd((basis * values.clamp_min(0).sqrt()).mT @ rows)
+        _, singular, vectors = dense.svd(_root(gram).mT @ rows)
         part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
         diagonal = squares.diagonal(data.processes)
         return WeightPosterior.fitted(problem, BoundedCurvature(part, diagonal), statistics)

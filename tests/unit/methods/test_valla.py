@@ -43,7 +43,7 @@ def test_the_initial_locations_are_kept_if_their_bound_is_higher(monkeypatch: py
         "learn_stochastic",
         lambda points, data, settings, generator: replace(
             points,
-            anchors=points.anchors.at(lost),
+            anchors=replace(points.anchors, inputs=lost),
             steps=(step,),
             problem=points.problem if settings.validation is None else points.problem.with_known_prior(),
         ),
