@@ -102,10 +102,11 @@ MODELS = Rule(
 
 
 def refuse_g_prior(method: Method, prior: BoundPrior) -> None:
-    """Raise for a prior that takes its scale from the curvature, for a method that computes none."""
+    """Raise for a prior that takes its scale from the curvature, for a method that has none when it needs the prior."""
     if prior.needs_curvature:
         raise UnsupportedError(
-            f"a g-prior follows the curvature, which {type(method).__name__}() does not have; use isotropic()."
+            f"a g-prior follows the curvature, which {type(method).__name__}() does not have before its prior; use "
+            "isotropic(), or Kron()."
         )
 
 

@@ -22,7 +22,7 @@ from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg import dense
 from lapwing.linalg.stochastic import Inducing
-from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload, refuse_g_prior
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.networks.tangent import LayerJacobians
@@ -653,11 +653,7 @@ class ELLA(Method):
             generator: Source of randomness for the landmarks; seed 0 if None.
         """
         network, prior = problem.network, problem.prior
-        if prior.needs_curvature:
-            raise UnsupportedError(
-                "g_prior() takes its scale from the curvature, and ELLA() needs the prior before that; use Kron(), or "
-                "another prior."
-            )
+        refuse_g_prior(self, prior)
         generator = independent_generator(generator)
         placement = Placement(network, DrawnRows.draw(data, self.num_landmarks, generator), generator)
         landmarks = placement.landmarks(self.num_landmarks)

@@ -135,9 +135,7 @@ def test_what_was_learned_by_predicting_has_no_evidence() -> None:
 
 
 def test_a_prior_that_needs_the_curvature_is_refused() -> None:
-    with pytest.raises(
-        lw.errors.UnsupportedError, match=r"g_prior\(\) takes its scale from the curvature.* before its points"
-    ):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"a g-prior follows the curvature, which VaLLA\(\)"):
         fitted(lw.VaLLA(4), prior=lw.priors.g_prior())
 
 
