@@ -7,7 +7,7 @@ import json
 import os
 import random
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,16 +57,15 @@ def names(text: str) -> tuple[str, ...]:
     return found
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def _whole(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number of at least ``least``."""
 
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) < 2**63:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
 
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+    return read
 
 
 def _level(text: str) -> float:
@@ -103,7 +102,7 @@ def add_options(parser: ArgumentParser, options: Sequence[Option]) -> None:
 
 DEVICE = option("--device", "where to compute, such as cuda (default: cpu)", "every command", default="cpu")
 EVERY = (
-    option("--seed", "seed of all random numbers (default: 0)", "every command", type=_seed, default=0),
+    option("--seed", "seed of all random numbers (default: 0)", "every command", type=_whole(0), default=0),
     option("--json", "print one JSON object and nothing else", "every command", action="store_true"),
     option("--traceback", "show where an error was raised", "every command", action="store_true"),
 )
@@ -160,7 +159,7 @@ def data_options(what: str) -> tuple[Option, ...]:
             "the classes in the order of the network's outputs, with commas (default: their texts, sorted)",
             metavar="NAMES", **listed,
         ),
-        option("--batch-size", "rows of a batch (default: 256)", "data", type=_count, default=256, metavar="N"),
+        option("--batch-size", "rows of a batch (default: 256)", "data", type=_whole(1), default=256, metavar="N"),
     )  # fmt: skip
 
 
@@ -207,9 +206,7 @@ class Arguments(Namespace):
 
     def chosen_weights(self) -> Weights:
         """Return the rule for the weights."""
-        if self.subset not in WEIGHTS:
-            return named(self.subset)
-        return find_weights(self.subset)
+        return find_weights(self.subset) if self.subset in WEIGHTS else named(self.subset)
 
     def _device(self) -> torch.device:
         """Return the device; raise if this machine does not have it."""
