@@ -477,13 +477,8 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return all scores as plain values, which JSON holds."""
-        rows = {
-            row.name: {
-                **{k: v for k, v in asdict(row).items() if k not in ("name", "inputs", "unit")},
-                "verdict": row.verdict,
-            }
-            for row in self.rows
-        }
+        kept = lambda row: {k: v for k, v in asdict(row).items() if k not in ("name", "inputs", "unit")}
+        rows = {row.name: {**kept(row), "verdict": row.verdict} for row in self.rows}
         facts = {"task": self.task, "inputs": self.inputs, "data": self.data, "level": self.level}
         times = {"seconds": self.seconds, "plain_seconds": self.plain_seconds}
         classes = [{**asdict(row), "verdict": row.verdict} for row in self.classes]
