@@ -212,16 +212,12 @@ def check(
     choice = auto.choose(  # as ``fit`` does for these data, if the prior precision is to be learned
         workload.weights, workload.rows, workload.single, True, workload, problem.likelihood.has_logits
     )
+    outputs = (network.output_shape[-1], *network.image) if network.image else network.output_shape  # as they are
     return CheckReport(
-        workload.weights, _outputs(network), str(network.dtype).removeprefix("torch."), tuple(layers), costs,
+        workload.weights, outputs, str(network.dtype).removeprefix("torch."), tuple(layers), costs,
         choice, workload, scale_free_groups(network, inputs), network.count(inputs),
         tuple(name for name in methods if name not in costs), bool(to_time),
     )  # fmt: skip
-
-
-def _outputs(network: Network) -> tuple[int, ...]:
-    """Return the shape of the outputs of one input, as the model returns them."""
-    return (network.output_shape[-1], *network.image) if network.image else network.output_shape
 
 
 def _problem(network: Network, likelihood: Likelihood | str | None) -> Problem:

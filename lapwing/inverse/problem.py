@@ -346,8 +346,7 @@ class ImageTangent:
 def select_weights(model: nn.Module, weights: Weights | None) -> Selection:
     """Return the selection; by default the weights of convolution layers, or all weights if there are none."""
     if weights is None:
-        names = _kernels(model) or AllWeights().needs(model)
-        return make_selection(model, names)
+        return make_selection(model, _kernels(model) or AllWeights().needs(model))
     if not isinstance(weights, AllWeights | Named):
         raise ModelError(
             f"weights is {weights!r:.80}; expected lw.all_weights, lw.named(pattern), or None for the weights of "

@@ -304,10 +304,6 @@ class Mixture(Predictive, Generic[P]):
     components: tuple[P, ...]
     weights: Tensor
 
-    def each(self, part: Callable[[P], Tensor]) -> Tensor:
-        """Return a part of every component, (K, ...)."""
-        return torch.cat(self._values(part))
-
     def _values(self, part: Callable[[P], Tensor]) -> list[Tensor]:
         """Return a part of the components, (k, B, ...) each: K leading entries together."""
         return [part(component).unsqueeze(0) for component in self.components]

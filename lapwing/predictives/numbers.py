@@ -114,7 +114,7 @@ class CountMixture(NumberMixture["CountPredictive"]):
         return self.average(lambda component: component.cdf(y))
 
     def quantile(self, level: float) -> Tensor:
-        reach = self.each(lambda component: component.reach(20)).amax(0)
+        reach = torch.cat(self._values(lambda component: component.reach(20))).amax(0)
         return whole_quantile(self.cdf, level, reach).to(self.mean)
 
     @cached_property

@@ -154,8 +154,8 @@ class Numbers:
         return values.new_zeros(self.inputs, values.shape[1]).index_add_(0, self.owner, values)
 
     def mean(
-        self, name: str, values: Tensor, of: Callable[[Tensor], Tensor] | None = None, *, share: Tensor | None = None,
-        **more: Any,
+        self, name: str, values: Tensor, of: Callable[[Tensor], Tensor] = lambda means: means[:, 0], *,
+        share: Tensor | None = None, **more: Any,
     ) -> MeanScore:  # fmt: skip
         """Return the score that is a function of the means of values (M,) or (M, K); by default their mean.
 
@@ -164,7 +164,7 @@ class Numbers:
         values = values.unsqueeze(1) if values.ndim == 1 else values
         weight = torch.ones_like(values[:, :1]) if share is None else share.unsqueeze(1)
         counts = self.sum_by_input(weight).squeeze(1)
-        return MeanScore(name, self.sum_by_input(weight * values), counts, _first if of is None else of, **more)
+        return MeanScore(name, self.sum_by_input(weight * values), counts, of, **more)
 
     def classwise(self) -> MeanScore | None:
         """Return the calibration error of each class by itself, averaged over classes; None for many classes."""
@@ -445,7 +445,3 @@ def crps(predictive: NumberPredictive, y: Tensor) -> Tensor:
                 total += 0.5 * (high - low) * reach * (before + now)
             before = now
     return total
-
-
-def _first(means: Tensor) -> Tensor:
-    return means[:, 0]
