@@ -14,13 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.inverse.problem import InverseProblem, Observation
-from lapwing.linalg.krylov import (
-    RandomisedEigenpairs,
-    block_conjugate_gradients,
-    lanczos_quadrature,
-    random_signs,
-    randomised_eigenpairs,
-)
+from lapwing.linalg import krylov
 from lapwing.linalg.operators import TINY, Solution
 from lapwing.runtime.memory import budget, chunks
 from lapwing.runtime.threads import normal_rows
@@ -143,17 +137,19 @@ class MatrixFreeSolver:
 
     problem: InverseProblem
     noise: Tensor
-    pairs: RandomisedEigenpairs
+    pairs: krylov.RandomisedEigenpairs
     seed: int
 
     @classmethod
     def of(
-        cls, problem: InverseProblem, noise: Tensor, seed: int, pairs: RandomisedEigenpairs | None = None
+        cls, problem: InverseProblem, noise: Tensor, seed: int, pairs: krylov.RandomisedEigenpairs | None = None
     ) -> MatrixFreeSolver:
         """Return the solver; without eigenpairs they cost two products of up to 210 rows."""
         rows, generator = problem.observation.rows, torch.Generator().manual_seed(seed)
         if pairs is None:
-            pairs = randomised_eigenpairs(problem.kernel, rows, min(RANK, rows), generator, problem.network.device)
+            pairs = krylov.randomised_eigenpairs(
+                problem.kernel, rows, min(RANK, rows), generator, problem.network.device
+            )
         return cls(problem, noise, pairs, seed)
 
     @cached_property
@@ -167,7 +163,7 @@ class MatrixFreeSolver:
     def solve(self, rhs: Tensor) -> Solution:
         """Return K⁻¹ b for every row b; raise unless all residuals reach the tolerance."""
         parts = [
-            block_conjugate_gradients(
+            krylov.block_conjugate_gradients(
                 self.product,
                 part,
                 root=lambda rows: self.pairs.power(rows, self._shift, -0.5),
@@ -203,7 +199,7 @@ class MatrixFreeSolver:
         probes = self._probes()
         with torch.no_grad():
             root = lambda rows: self.pairs.power(rows, shift, -0.5)
-            quadrature = lanczos_quadrature(lambda v: root(self.product(root(v))), probes, STEPS)
+            quadrature = krylov.lanczos_quadrature(lambda v: root(self.product(root(v))), probes, STEPS)
             each = quadrature.ends(lambda nodes: nodes.clamp_min(TINY).log())[1]  # the rule without a node at zero
             right_sides = torch.cat([self.pairs.power(probes, shift, 0.5), problem.prior_residual[None]])
             solved, right = self.solve(right_sides).x, root(probes)  # all share one Krylov space
@@ -226,7 +222,7 @@ class MatrixFreeSolver:
         rows, device = self.problem.observation.rows, self.problem.network.device
         if rows <= PROBES:
             return math.sqrt(rows) * torch.eye(rows, dtype=torch.float64, device=device)
-        return random_signs(PROBES, rows, torch.Generator().manual_seed(self.seed + 1), device)
+        return krylov.random_signs(PROBES, rows, torch.Generator().manual_seed(self.seed + 1), device)
 
 
 VARIANCE_SAMPLES = 1024  # draws from which variances are estimated where the covariance is too large
@@ -242,7 +238,7 @@ class InverseBelief:
     noise: Tensor  # σ², a scalar
     classes: ClassMatrices | None
     seed: int
-    pairs: RandomisedEigenpairs | None
+    pairs: krylov.RandomisedEigenpairs | None
 
     @cached_property
     def matrix_free(self) -> MatrixFreeSolver:

@@ -20,12 +20,7 @@ from lapwing.runtime.settings import POSITIVE
 from lapwing.values.arrays import mean_of_ties
 
 if TYPE_CHECKING:
-    from lapwing.predictives.base import (
-        ClassPredictive,
-        MultilabelPredictive,
-        NumberPredictive,
-        Predictive,
-    )
+    from lapwing.predictives.base import ClassPredictive, MultilabelPredictive, NumberPredictive, Predictive
 
 P = TypeVar("P", bound="Predictive")
 

@@ -35,7 +35,6 @@ from lapwing.runtime.settings import (
     Rule,
     describe,
     integer,
-    is_data,
     setting,
 )
 
@@ -113,7 +112,7 @@ def run_tuner(tuner: Tuner, posterior: P, data: Data | None = None, processes: P
 def _with_shard(tuner: Tuner, processes: Processes, network: Network) -> Tuner:
     """Return the tuner with its own ``data`` as the shard of this process, if there are several processes."""
     own = getattr(tuner, "data", None)
-    if processes.group is None or not is_dataclass(tuner) or not is_data(own) or isinstance(own, Data):
+    if processes.group is None or not is_dataclass(tuner) or not DATA.admits(own) or isinstance(own, Data):
         return tuner
     shard = network.read_data(own, f"data of {type(tuner).__name__}", processes=processes)
     shard.peek()  # raises if other processes read the same
