@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lapwing.decisions import evaluation
-from lapwing.decisions.collecting import align_columns, decimals_of, interval_parts, interval_text, write_json
-from lapwing.decisions.evaluation import PLAIN
+from lapwing.decisions.evaluation import PLAIN, align_columns, decimals_of, interval_parts, interval_text, write_json
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.metrics import ScoreInterval

@@ -17,7 +17,7 @@ from torch import nn
 import lapwing
 from lapwing.cli.data import Reader, Roles
 from lapwing.cli.models import import_model, load_posterior
-from lapwing.decisions.collecting import json_values
+from lapwing.decisions.evaluation import json_values
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.networks.selection import Weights, named

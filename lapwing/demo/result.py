@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import lapwing
-from lapwing.decisions.collecting import align_columns
+from lapwing.decisions.evaluation import align_columns
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

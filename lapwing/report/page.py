@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lapwing import plots
-from lapwing.decisions.collecting import json_values
-from lapwing.decisions.evaluation import Compared, Evaluation, evaluation_of_parts, meaning_of
+from lapwing.decisions.evaluation import Compared, Evaluation, evaluation_of_parts, json_values, meaning_of
 from lapwing.errors import LapwingError, UnsupportedError
 from lapwing.predictives.base import NumberPredictive
 from lapwing.report.verdict import UncertainInputs, cells, find_uncertain_inputs, percent, verdict_of
