@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -235,7 +234,7 @@ def _inputs(model: nn.Module, batch: Inputs) -> tuple[Inputs, Tensor | None]:
         return inputs, targets[0] if len(targets) == 1 and isinstance(targets[0], Tensor) else None
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         return batch, None
-    first: Any = batch[0]
+    first = batch[0]
     suffices = isinstance(first, Mapping) or accepts_arguments(model, (first,))
     if isinstance(first, tuple | list):
         suffices = suffices or accepts_arguments(model, tuple(first))
