@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,13 +46,6 @@ class Outcome:
 COLUMNS = ("inputs", "target", "drop", "classes")  # options that name the parts of the data, as ``Roles`` has them
 NO_COLUMNS: Mapping[str, tuple[str, ...]] = {}
 T = TypeVar("T")
-
-
-def seed_all(seed: int) -> torch.Generator:
-    """Seed the generators that the user's code may draw from, and return one for the fit."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    return torch.Generator().manual_seed(seed)
 
 
 def names_of(files: Sequence[Path]) -> list[str]:

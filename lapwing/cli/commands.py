@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import platform
+import random
 import shlex
 import sys
 import traceback
@@ -24,7 +25,7 @@ from torch import Tensor
 import lapwing
 from lapwing.api import fit
 from lapwing.check import check
-from lapwing.cli.arguments import COLUMNS, Arguments, Outcome, seed_all
+from lapwing.cli.arguments import COLUMNS, Arguments, Outcome
 from lapwing.cli.files import WRITERS, write_arrays
 from lapwing.cli.models import load_posterior, working_folder_first
 from lapwing.compare import Evaluations, compare, evaluate, kind_of
@@ -185,7 +186,6 @@ def run_demo(arguments: Arguments) -> Outcome:
 
 def run_check(arguments: Arguments) -> Outcome:
     """Check the model with the first batch."""
-    seed_all(arguments.seed)
     model = arguments.load_model(trained=False)
     data = arguments.make_reader(model, labelled=False).read(arguments.data)
     batch = next(iter(data.batches))
@@ -207,7 +207,7 @@ def run_fit(arguments: Arguments) -> Outcome:
     (one_of([*METHODS, "auto"]) | NONE).check("--method", arguments.method)
     (POSITIVE | NONE).check("--prior", arguments.prior)
     arguments.refuse_output()
-    generator = seed_all(arguments.seed)
+    generator = torch.Generator().manual_seed(arguments.seed)
     model = arguments.load_model()
     reader = arguments.make_reader(model, labels=find_likelihood(arguments.likelihood).has_logits)
     data = reader.read(arguments.data)
@@ -261,7 +261,7 @@ def facts_of(posterior: Fitted) -> dict[str, object]:
 
 def run_evaluate(arguments: Arguments) -> Outcome:
     """Score one posterior against the plain network, or rank several with it."""
-    generator = seed_all(arguments.seed)
+    generator = torch.Generator().manual_seed(arguments.seed)
     posteriors = arguments.load_posteriors()
     first = next(iter(posteriors.values()))
     labels = first.likelihood.has_logits
@@ -304,7 +304,6 @@ def display_name(name: str, fitted: Fitted) -> str:
 def run_predict(arguments: Arguments) -> Outcome:
     """Predict batch by batch, and write all predictions in the order of the data."""
     arguments.refuse_output(tuple(WRITERS))
-    seed_all(arguments.seed)
     model = arguments.load_model()
     posterior = load_posterior(arguments.posterior, model)
     known = posterior.columns
@@ -384,7 +383,6 @@ def _refuse_classes(posterior: Fitted, classes: tuple[str, ...]) -> None:
 
 def run_compare(arguments: Arguments) -> Outcome:
     """Load every posterior with its model, and rank them. They are named by their files."""
-    seed_all(arguments.seed)
     comparison = compare(arguments.load_posteriors())
     candidates = [asdict(candidate) for candidate in comparison.candidates]
     facts = {"best": comparison.best, "candidates": candidates, "findings": comparison.findings}
@@ -394,7 +392,6 @@ def run_compare(arguments: Arguments) -> Outcome:
 def run_report(arguments: Arguments) -> Outcome:
     """Write the page."""
     arguments.refuse_output((".html", ".htm"))
-    seed_all(arguments.seed)
     model = arguments.load_model()
     posterior = load_posterior(arguments.posterior, model)
     known, labels = posterior.columns, posterior.likelihood.has_logits
@@ -498,6 +495,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(words, Arguments(words=words))
     try:
         with working_folder_first(), redirect_stdout(sys.stderr), warnings_in_a_line(), progress_in_lines():
+            random.seed(arguments.seed)  # the user's code may draw from the global generators
+            torch.manual_seed(arguments.seed)
             outcome = COMMANDS[arguments.command].run(arguments)
     except KeyboardInterrupt:
         return _print_failure("interrupted.", INTERRUPTED)
