@@ -1,11 +1,15 @@
 """The cost of fits and variances, as ratios to plain passes over the same data in the same process.
 
     python -m benchmarks.spine [--peer PYTHON] [--out out/spine.json] [--only NAME ...]
+    python -m benchmarks.spine --against FOLDER [--rounds 10] [--only NAME ...]
 
 One process for each case, one thread, batches of 128 already in memory. The baseline is ``autograd.grad`` of the mean
 loss in all weights (an epoch) and a plain forward pass without a graph, best of three each. ``--peer`` names a python
 that has laplace-torch 0.3; it runs the same networks on the same data in processes of their own, directly after ours.
 Peak memory is the process's resident peak above what it held before the measured call.
+
+``--against`` compares with the checkout of another version in FOLDER: each case runs there and here in turn, and
+printed are the medians, the median ratio of the pairs, and the least and largest ratio.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -47,9 +52,14 @@ TITLES = {
 LINE = "{:54s} {:31s} {:>9s} {:>7s} {:>22s}"  # of the table that benchmarks/results/spine.txt keeps
 
 
-def run_child(python: str, arguments: list[str], environment: dict[str, str]) -> dict[str, Any] | None:
+def run_child(
+    python: str, arguments: list[str], environment: dict[str, str], folder: Path = Path()
+) -> dict[str, Any] | None:
     """Run one measurement in a separate process; return None if it failed."""
-    done = subprocess.run([python, *arguments], capture_output=True, text=True, env=environment, check=False)
+    environment = {**environment, "PYTHONPATH": str(folder.resolve())}
+    done = subprocess.run(
+        [python, *arguments], capture_output=True, text=True, env=environment, check=False, cwd=folder
+    )
     for line in reversed(done.stdout.splitlines()):
         if line.startswith("{"):
             figures: dict[str, Any] = json.loads(line)
@@ -58,13 +68,40 @@ def run_child(python: str, arguments: list[str], environment: dict[str, str]) ->
     return None
 
 
+def compare(names: list[str], folder: Path, rounds: int, environment: dict[str, str]) -> None:
+    """Print the figures of another version and of this one, which run in turn."""
+    print(f"{'':54s} {'':31s} {'before':>9s} {'now':>9s} {'ratio':>6s} {'least':>6s} {'most':>6s}")
+    for name in names:
+        figures: list[list[dict[str, float]]] = [[], []]
+        for _ in range(rounds):
+            for place, version in zip((folder, Path()), figures, strict=True):
+                done = run_child(sys.executable, ["-m", "benchmarks.spine_case", name], environment, place)
+                version.append(done["figures"] if done else {})
+        title = TITLES[name]
+        for figure in CASES[name]:
+            pairs = [
+                (one[figure], two[figure]) for one, two in zip(*figures, strict=True) if figure in one and figure in two
+            ]
+            if pairs:
+                ratios = [two / one for one, two in pairs if one]
+                before, now = (_number(statistics.median(values)) for values in zip(*pairs, strict=True))
+                cells = f"{statistics.median(ratios):6.3f} {min(ratios):6.3f} {max(ratios):6.3f}" if ratios else "-"
+                print(f"{title:54s} {figure:31s} {before:>9s} {now:>9s} {cells}", flush=True)
+            title = ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--peer", help="a python with laplace-torch 0.3")
     parser.add_argument("--out", type=Path, default=Path("out/spine.json"))
     parser.add_argument("--only", nargs="*", default=list(CASES))
+    parser.add_argument("--against", type=Path, help="a checkout of another version")
+    parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if options.against:
+        compare(options.only, options.against, options.rounds, environment)
+        return 0
     peer = options.peer if options.peer and Path(options.peer).exists() else None
     if peer is None:
         print("laplace-torch is not compared: no python with it was given (make peer, then make bench)")

@@ -70,6 +70,13 @@ class Predictive:
         """Return the main members as NumPy arrays, by name: ``probs`` of labels, ``mean`` and ``std`` of numbers."""
         return {name: getattr(self, name).detach().cpu().numpy() for name in self.main_members}
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise an error that lists the members: numbers have no ``probs``, and classes no ``interval``."""
+        if name.startswith("_") or hasattr(type(self), name):  # the error of a member itself
+            return object.__getattribute__(self, name)
+        members = ", ".join(each for each in dir(type(self)) if not each.startswith("_"))
+        raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {members}.")
+
     def __repr__(self) -> str:
         """Return the shape in a line; the numbers are in the members."""
         listed = ", ".join(self.main_members)

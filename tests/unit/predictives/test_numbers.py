@@ -314,3 +314,9 @@ def test_counts_that_overflow_are_refused(use: Any, mean: float, variance: float
         lw.errors.NumericalError, match=r"the counts overflow: the log-rate has a mean of up to .*prior"
     ):
         use(counts_predictive(mean, variance))
+
+
+def test_a_member_of_another_predictive_is_named_with_those_there_are() -> None:
+    with pytest.raises(AttributeError, match=r"NormalPredictive has no 'probs'; it has .*interval"):
+        _ = predictive(1).probs  # type: ignore[attr-defined]
+    assert not hasattr(predictive(1), "_not_there")
