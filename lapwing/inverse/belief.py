@@ -119,7 +119,7 @@ class Solves:
     """
 
     logdet: Tensor
-    error: float
+    error: float  # the standard error of the log-determinant over the probes
     left: Tensor
     right: Tensor
     a: Tensor
@@ -181,20 +181,15 @@ class MatrixFreeSolver:
         Lanczos quadrature. The gradient is the mean of (K⁻¹ P^½ z)ᵀ ∂K (P^-½ z) over the same probes z. The quadratic
         form is the largest value of 2 rᵀ a - aᵀ K a, at a = K⁻¹ r: what the solve misses enters squared.
         """
-        solves, prior = self._solves, self.problem.prior
+        solves, prior = self.solves, self.problem.prior
         slope = (solves.weights_left * prior.multiply(solves.weights_right)).sum(1).mean()
         slope = slope + self.noise * (solves.left * solves.right).sum(1).mean()
         logdet = solves.logdet + slope - slope.detach()
         length = solves.weights_a @ prior.multiply(solves.weights_a) + self.noise * (solves.a @ solves.a)
         return logdet + 2 * (self.problem.prior_residual @ solves.a) - length
 
-    @property
-    def logdet_error(self) -> float:
-        """The standard error of the log-determinant over the probes; the quadratic form has none."""
-        return self._solves.error
-
     @cached_property
-    def _solves(self) -> Solves:
+    def solves(self) -> Solves:
         problem, shift = self.problem, self._shift
         probes = self._probes()
         with torch.no_grad():

@@ -101,8 +101,9 @@ class Observation:
         if isinstance(operator, Tensor):
             operator = _matrix_operator(operator, like)
         if isinstance(operator, type) or not isinstance(operator, LinearOperator):
+            seen = f"a {type(operator).__name__}" if hasattr(operator, "__array__") else describe(operator)
             raise DataError(
-                f"the operator is {_describe(operator)}; expected a matrix (dy, {size}), an object with rows, size, "
+                f"the operator is {seen}; expected a matrix (dy, {size}), an object with rows, size, "
                 "like, forward and back, such as lw.linear.OperatorDesign, or None for the identity."
             )
         if operator.like.dtype not in WIDE:
@@ -156,11 +157,6 @@ class Observation:
             return matrix
         outer = self.forward(self.forward(matrix).mT)
         return 0.5 * (outer + outer.mT)
-
-
-def _describe(operator: object) -> str:
-    """Describe a value that is not an operator; an array by its type alone."""
-    return f"a {type(operator).__name__}" if hasattr(operator, "__array__") else describe(operator)
 
 
 @dataclass(frozen=True, eq=False)
@@ -404,7 +400,7 @@ def _tensor(out: object) -> Tensor:
     return out
 
 
-def _output(module: nn.Module, inputs: Inputs) -> Tensor:
+def _output(module: BatchCall, inputs: Inputs) -> Tensor:
     """Return the output of the model; raise if it refuses the input or its numbers are not finite."""
     try:
         with torch.no_grad():
@@ -412,7 +408,7 @@ def _output(module: nn.Module, inputs: Inputs) -> Tensor:
     except (DataError, ModelError):
         raise
     except CALL_ERRORS as error:
-        do = advice(getattr(module, "inner", module), inputs, error)
+        do = advice(module.inner, inputs, error)
         raise InputError(f"the model raises {type(error).__name__}: {error}. {do}") from error
     check_finite(out, "outputs of the network")
     return out

@@ -278,7 +278,8 @@ def concat_batches(predictives: Iterable[Predictive], device: torch.device) -> P
     parts: list[Any] = []
     form, kind = None, None
     for predictive in predictives:
-        flat, form = _pixels(predictive), same_form([form, _form(predictive)])
+        flat: Any = predictive.pixels if isinstance(predictive, PredictiveView) else predictive
+        form = same_form([form, _form(predictive)])
         kind = _kind(flat)
         if kind is AveragedClasses:
             parts.append(_Storage(slabs, True).copy(flat))
@@ -350,10 +351,6 @@ def same_form(forms: Iterable[ImageForm | None]) -> ImageForm | None:
 
 def _form(predictive: Predictive) -> ImageForm | None:
     return predictive.form if isinstance(predictive, PredictiveView) else None
-
-
-def _pixels(predictive: Predictive) -> Any:
-    return predictive.pixels if isinstance(predictive, PredictiveView) else predictive
 
 
 def _kind(predictive: Predictive) -> type[Predictive]:
