@@ -24,19 +24,7 @@ from lapwing.methods.weight_space import Diagonal, Full, KernelSpace, Kron, LowR
 from lapwing.networks.forward import arithmetic_of
 from lapwing.networks.selection import Selection, Weights, all_weights, last_layer, named, subnetwork
 from lapwing.priors import DiagonalPrior, Isotropic, Prior
-from lapwing.runtime.settings import (
-    DATA,
-    FLAG,
-    NONE,
-    POSITIVE,
-    HasSettings,
-    Rule,
-    integer,
-    is_real,
-    nearest,
-    one_of,
-    setting,
-)
+from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, HasSettings, Rule, integer, is_real, one_of, setting
 from lapwing.runtime.threads import ProgressBar
 
 if TYPE_CHECKING:
@@ -132,10 +120,9 @@ CURVATURES = {"ggn": "ggn", "ef": "empirical", "hessian": "hessian"}  # by the e
 
 def from_arguments(kind: type[S], call: str, arguments: Mapping[str, Any]) -> S:
     """Return settings of this kind with the arguments of a call; raise for names that laplace-torch does not have."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    names = one_of([field.name for field in fields(kind)])  # type: ignore[arg-type]
     for name in arguments:
-        if name not in names:
-            raise UnsupportedError(f"{call}() has no argument {name!r}.{nearest(name, names)}")
+        names.check(f"the name of an argument of {call}()", name)
     return kind(**arguments)
 
 
