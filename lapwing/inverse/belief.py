@@ -37,9 +37,9 @@ class ClassMatrices:
         observation, prior = problem.observation, problem.prior
         with torch.no_grad():
             if not image:
-                return cls(_finite(prior.class_grams(problem.rows(observation, "rows of A J"))))
+                return cls(_finite(prior.class_grams(observation.rows, problem.rows(observation, "rows of A J"))))
             pixels = Observation(None, observation.size, observation.size)
-            matrices = _finite(prior.class_grams(problem.rows(pixels, "rows of J")))
+            matrices = _finite(prior.class_grams(pixels.rows, problem.rows(pixels, "rows of J")))
             if observation.operator is None:
                 return cls(matrices, matrices)
             return cls(torch.stack([observation.sandwich(matrix) for matrix in matrices]), matrices)
@@ -288,7 +288,7 @@ class InverseBelief:
             return weighted_sum(self.classes.image, self.problem.prior.coefficients().detach())
         size = self.problem.network.size
         with torch.no_grad():
-            return self.problem.prior.gram(self.problem.rows(Observation(None, size, size), "rows of J"))
+            return self.problem.prior.gram(size, self.problem.rows(Observation(None, size, size), "rows of J"))
 
     @cached_property
     def whitened_cross(self) -> Tensor:
