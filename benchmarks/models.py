@@ -72,6 +72,29 @@ def resnet20() -> nn.Module:
     return ResNet((16, 32, 64), 3)
 
 
+class Transformer(nn.Module):
+    """Four layers of width 128 over 64 tokens of a vocabulary of 1,000; ten classes from their mean."""
+
+    def __init__(self, width: int = 128, tokens: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, width)
+        self.place = nn.Parameter(0.02 * torch.randn(tokens, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(tokens) + self.place).mean(1))
+
+
+def texts(n: int, tokens: int, batch: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Return random tokens with labels of ten classes, in batches."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 1000, (n, tokens), generator=generator)
+    y = torch.randint(0, 10, (n,), generator=generator)
+    return [(x[i : i + batch], y[i : i + batch]) for i in range(0, n, batch)]
+
+
 def images(n: int, shape: tuple[int, ...], batch: int, classes: int = 10, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     """Return random inputs with labels, in batches. Costs do not depend on the numbers."""
     generator = torch.Generator().manual_seed(seed)

@@ -67,9 +67,15 @@ def _mlp(method: Any, weights: Any = None, unit: str = "epoch") -> Figures:
     return _cost(models.briefly_trained(models.mlp(), data, 40), data, method, weights, unit)
 
 
-def _lenet(method: Any) -> Figures:
+def _lenet(method: Any, weights: Any = None, unit: str = "epoch") -> Figures:
     data = models.images(5_000, (1, 28, 28), 128)
-    return _cost(models.briefly_trained(models.lenet(), data, 20), data, method, None, "epoch")
+    return _cost(models.briefly_trained(models.lenet(), data, 20), data, method, weights, unit)
+
+
+def _transformer(weights: Any = None, unit: str = "epoch") -> Figures:
+    data = models.texts(512, 64, 32)
+    model = models.briefly_trained(models.Transformer(), data, 4)
+    return _cost(model, data, lw.Kron(), weights, unit, inputs=32)
 
 
 def _wide_head() -> Figures:
@@ -136,6 +142,9 @@ RUN: dict[str, Callable[[], Figures]] = {
     "lenet_diagonal": lambda: _lenet(lw.Diagonal()),
     "mlp_last_kron": lambda: _mlp(lw.Kron(), lw.last_layer, "forward"),
     "mlp_last_full": lambda: _mlp(lw.Full(), lw.last_layer, "forward"),
+    "lenet_last_kron": lambda: _lenet(lw.Kron(), lw.last_layer, "forward"),
+    "transformer_last_kron": lambda: _transformer(lw.last_layer, "forward"),
+    "transformer_kron": _transformer,
     "wide_head": _wide_head,
     "resnet18_kron": lambda: _resnet18(lw.Kron()),
     "resnet18_diagonal": lambda: _resnet18(lw.Diagonal()),

@@ -23,6 +23,7 @@ from lapwing.fitted import Fitted
 from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.methods.base import Method, OverNetworks, refuse_processes, workload_of
 from lapwing.methods.weight_space import Diagonal, Full, KernelSpace, Kron
+from lapwing.networks.examine import EXAMINED_SAMPLES
 from lapwing.networks.fingerprint import Fingerprint, refuse_other_models, structure_of
 from lapwing.networks.forward import (
     arithmetic_of,
@@ -41,7 +42,14 @@ from lapwing.networks.selection import Weights
 from lapwing.posteriors.base import MANY_OUTPUTS, Posterior
 from lapwing.posteriors.weight_space import beliefs_at
 from lapwing.priors import Prior
-from lapwing.problem import Problem, check_named_targets, check_targets, check_targets_for, mean_squared_residual
+from lapwing.problem import (
+    Problem,
+    check_named_targets,
+    check_targets,
+    check_targets_for,
+    first_samples,
+    mean_squared_residual,
+)
 from lapwing.recipes import Recipe, online
 from lapwing.registry import Auto, find_likelihood, find_method, find_weights, prior_for
 from lapwing.runtime.settings import GENERATOR, NONE, PATH, of_class
@@ -302,9 +310,10 @@ def problem_of(
     first, several = data.peek()
     network = Network.build(model, several.inputs, find_weights(weights), output)
     refuse_other_models(network.model, data.processes)
-    f = network(first.inputs)
-    chosen = likelihood_for(likelihood, network, first, f)
-    check_targets_for(network, chosen, f, network.arrange_targets(first).targets)
+    few = first_samples(network, first, EXAMINED_SAMPLES)  # the pass over the data checks all
+    f = network(few.inputs)
+    chosen = likelihood_for(likelihood, network, few, f)
+    check_targets_for(network, chosen, f, network.arrange_targets(few).targets)
     if chosen.needs_residuals:
         chosen = chosen.prepared(mean_squared_residual(network, chosen, network.arrange_data(data)))
     given = prior_for(1.0 if prior is None else prior)

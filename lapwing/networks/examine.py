@@ -115,7 +115,7 @@ def pixel_targets(batch: Batch, form: ImageForm, channels: int) -> Batch:
 
 
 COMPARED_SAMPLES = 32  # samples that show whether two forward passes agree
-EXAMINED_SAMPLES = 31  # with which a model is examined; a prime, which no other dimension is likely to be
+EXAMINED_SAMPLES = 13  # with which a model is examined; a prime, which few other dimensions are
 RUN_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # by how much outputs may differ where kernels reorder sums
 
 
