@@ -25,18 +25,7 @@ from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import prior_kernel, starting_precisions
 from lapwing.problem import Problem
-from lapwing.runtime.settings import (
-    DATA,
-    FLAG,
-    FUNCTION,
-    NONE,
-    POSITIVE,
-    HasSettings,
-    Rule,
-    describe,
-    integer,
-    setting,
-)
+from lapwing.runtime.settings import DATA, FLAG, FUNCTION, NONE, POSITIVE, HasSettings, Rule, describe, integer, setting
 
 P = TypeVar("P", bound=Tunable)
 Q = TypeVar("Q", bound=Posterior)
