@@ -494,16 +494,14 @@ class InverseProblem:
         for number, group in enumerate(groups, 1):
             names = tuple(dict.fromkeys(name for name, _ in group))
             pull = network.pullback(names)
-            counts = {name: _filters(network.parameters[name]) for name in names}
-            sizes = {name: network.parameters[name].numel() // counts[name] for name in names}
-            pieces = [network.f.new_empty(n, sizes[name] * (part.stop - part.start)) for name, part in group]
+            filters = {name: _by_filter(network.parameters[name]) for name in names}
+            pieces = [network.f.new_empty(n, filters[name][part].numel()) for name, part in group]
             chunks = list(network.chunks(n, names))
             of = f" {number}/{len(groups)}" if len(groups) > 1 else ""
             for chunk in ProgressBar(chunks, f"{label}{of}", is_showing()):
                 grads = pull(observation.basis(chunk, network.f))
                 for piece, (name, part) in zip(pieces, group, strict=True):
-                    rows = grads[name].reshape(len(piece[chunk]), counts[name], sizes[name])
-                    piece[chunk] = rows[:, part].flatten(1)
+                    piece[chunk] = grads[name].reshape(-1, *filters[name].shape)[:, part].flatten(1)
                 del grads
             del pull
             for name, _ in group:
@@ -516,8 +514,7 @@ class InverseProblem:
         group: list[tuple[str, slice]] = []
         taken = 0
         for name, parameter in network.parameters.items():
-            count = _filters(parameter)
-            each = parameter.numel() // count
+            count, each = _by_filter(parameter).shape
             step = max(1, min(count, room // each))
             for start in range(0, count, step):
                 part = slice(start, min(count, start + step))
@@ -530,9 +527,9 @@ class InverseProblem:
         yield group
 
 
-def _filters(parameter: Tensor) -> int:
-    """Return the number of slices along the first dimension."""
-    return parameter.shape[0] if parameter.ndim else 1
+def _by_filter(parameter: Tensor) -> Tensor:
+    """Return the entries of the slices along the first dimension, (F, entries)."""
+    return parameter.reshape(parameter.shape[0] if parameter.ndim else 1, -1)
 
 
 def bound_prior(given: Prior | float, tangent: ImageTangent) -> ClassCovariance:
