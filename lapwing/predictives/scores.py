@@ -185,8 +185,9 @@ class Scoring(Generic[P]):
 
     task: ClassVar[str]  # in words
     columns: ClassVar[tuple[str, ...]]  # the numbers of each datum
-    conformal: ClassVar[tuple[str, ...]]  # the conformal scores that fit, the default first
-    uncertainties: ClassVar[tuple[str, ...]]  # by which answers can be withheld, the default first
+    # The conformal scores that fit, and uncertainties by which answers can be withheld, the default first: of labels.
+    conformal: ClassVar[tuple[str, ...]] = ("adaptive", "threshold")
+    uncertainties: ClassVar[tuple[str, ...]] = ("confidence", "entropy", "mutual_information")
 
     def numbers(self, predictive: P, y: Tensor, known: Tensor, level: float) -> Tensor:
         """Return numbers of each datum, (B, D, K) in float64: D tokens, labels or outputs of an input.
@@ -250,8 +251,6 @@ class ClassScoring(Scoring["ClassPredictive"]):
 
     task: ClassVar[str] = "classes"
     columns: ClassVar[tuple[str, ...]] = ("nll", "correct", "brier", "confidence")
-    conformal: ClassVar[tuple[str, ...]] = ("adaptive", "threshold")
-    uncertainties: ClassVar[tuple[str, ...]] = ("confidence", "entropy", "mutual_information")
 
     def numbers(self, predictive: ClassPredictive, y: Tensor, known: Tensor, level: float) -> Tensor:
         safe = y.masked_fill(~known, 0)
@@ -294,8 +293,6 @@ class LabelScoring(Scoring["MultilabelPredictive"]):
     columns: ClassVar[tuple[str, ...]] = (
         "nll", "correct", "brier", "confidence", "share", "probability", "label",
     )  # fmt: skip
-    conformal: ClassVar[tuple[str, ...]] = ("adaptive", "threshold")
-    uncertainties: ClassVar[tuple[str, ...]] = ("confidence", "entropy", "mutual_information")
 
     def numbers(self, predictive: MultilabelPredictive, y: Tensor, known: Tensor, level: float) -> Tensor:
         probs, y = predictive.probs.double(), y.double().masked_fill(~known, 0)
