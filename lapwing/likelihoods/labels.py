@@ -19,6 +19,7 @@ from lapwing.predictives.labels import (
     SoftmaxPredictive,
     SoftmaxSamples,
     log_softmax,
+    softmax,
 )
 from lapwing.runtime.settings import (
     FINITE,
@@ -254,7 +255,7 @@ class Categorical(LogitLikelihood):
         return root if weight is None else root * weight.sqrt()[..., None, None]
 
     def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
-        p = log_softmax(f.double()).exp()
+        p = softmax(f.double())
         top = p.argmax(-1, keepdim=True)
         others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)  # 1 - p of the largest, where nothing cancels
         diagonal = (1 - p).mul_(p).scatter_(-1, top, p.gather(-1, top) * others)
@@ -265,7 +266,7 @@ class Categorical(LogitLikelihood):
         return OutputHessian(diagonal * weight, p * weight.sqrt())
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        p = f.softmax(-1)
+        p = softmax(f)
         gradient = p - F.one_hot(classes(p, generator), p.shape[-1])
         weight = self._weight(f, y)
         return gradient if weight is None else gradient * weight.sqrt().unsqueeze(-1)

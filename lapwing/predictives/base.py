@@ -20,6 +20,11 @@ from lapwing.runtime.threads import classes, uniform
 P = TypeVar("P", bound="Predictive")
 
 
+def entr(probs: Tensor) -> Tensor:
+    """Return -p log p, zero at zero; torch's own takes twice as long on a CPU."""
+    return -probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+
+
 class Predictive:
     """A distribution of the targets at every input."""
 
@@ -183,7 +188,7 @@ class ClassPredictive(LabelPredictive):
 
     @staticmethod
     def entropy_of(probs: Tensor) -> Tensor:
-        return torch.special.entr(probs).sum(-1)
+        return entr(probs).sum(-1)
 
     @property
     def class_probs(self) -> Tensor:
@@ -211,7 +216,7 @@ class MultilabelPredictive(LabelPredictive):
 
     @staticmethod
     def entropy_of(probs: Tensor) -> Tensor:
-        return (torch.special.entr(probs) + torch.special.entr(1 - probs)).sum(-1)
+        return (entr(probs) + entr(1 - probs)).sum(-1)
 
     @property
     def class_probs(self) -> Tensor:
