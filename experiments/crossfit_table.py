@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments.crossfit_tasks import TASKS
 from experiments.engine.store import load
-from lapwing.decisions.collecting import align_columns
+from lapwing.decisions.evaluation import align_columns
 
 APART = 0.005  # nats that count as a difference
 LEVEL = 0.95

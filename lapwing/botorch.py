@@ -372,7 +372,6 @@ def _kernel(phi: Tensor) -> Tensor:
 
 def _check(X: Tensor, Y: Tensor, bounds: Tensor) -> None:
     """Raise DataError for observations from which nothing can be learned."""
-    require_bounds(bounds, None)
     for name, values in (("X", X), ("Y", Y)):
         if not isinstance(values, Tensor):
             raise DataError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -212,16 +211,12 @@ def check(
     choice = auto.choose(  # as ``fit`` does for these data, if the prior precision is to be learned
         workload.weights, workload.rows, workload.single, True, workload, problem.likelihood.has_logits
     )
+    outputs = (network.output_shape[-1], *network.image) if network.image else network.output_shape  # as they are
     return CheckReport(
-        workload.weights, _outputs(network), str(network.dtype).removeprefix("torch."), tuple(layers), costs,
+        workload.weights, outputs, str(network.dtype).removeprefix("torch."), tuple(layers), costs,
         choice, workload, scale_free_groups(network, inputs), network.count(inputs),
         tuple(name for name in methods if name not in costs), bool(to_time),
     )  # fmt: skip
-
-
-def _outputs(network: Network) -> tuple[int, ...]:
-    """Return the shape of the outputs of one input, as the model returns them."""
-    return (network.output_shape[-1], *network.image) if network.image else network.output_shape
 
 
 def _problem(network: Network, likelihood: Likelihood | str | None) -> Problem:
@@ -239,7 +234,7 @@ def _inputs(model: nn.Module, batch: Inputs) -> tuple[Inputs, Tensor | None]:
         return inputs, targets[0] if len(targets) == 1 and isinstance(targets[0], Tensor) else None
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         return batch, None
-    first: Any = batch[0]
+    first = batch[0]
     suffices = isinstance(first, Mapping) or accepts_arguments(model, (first,))
     if isinstance(first, tuple | list):
         suffices = suffices or accepts_arguments(model, tuple(first))

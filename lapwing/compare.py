@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lapwing.decisions import evaluation
-from lapwing.decisions.collecting import align_columns, decimals_of, interval_parts, interval_text, write_json
-from lapwing.decisions.evaluation import PLAIN
+from lapwing.decisions.evaluation import PLAIN, align_columns, decimals_of, interval_parts, interval_text, write_json
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.metrics import ScoreInterval
@@ -29,6 +28,11 @@ if TYPE_CHECKING:
 DISTINCT = 3.0  # standard errors between two evidences that decide their order; the errors are estimates themselves
 ERROR_DRAWS = 2**14  # of the errors, over which probabilities are averaged
 FITTED = of_class("a posterior that fit() made", Fitted, DataError)
+POSTERIORS = Rule(
+    'a mapping from names to fitted posteriors, such as {"kron": posterior}',
+    lambda v: isinstance(v, Mapping) and v and all(isinstance(name, str) for name in v),
+    DataError,
+)
 
 
 @dataclass(frozen=True)
@@ -103,11 +107,7 @@ def compare(posteriors: Mapping[str, Fitted]) -> Comparison:
     >>> len(comparison.candidates)
     2
     """
-    if not isinstance(posteriors, Mapping) or not posteriors:
-        got = "no posteriors" if posteriors == {} else type(posteriors).__name__
-        raise DataError(f"compare() got {got}; expected a mapping from names to fitted posteriors.")
-    for name, fitted in posteriors.items():
-        FITTED.check(repr(name), fitted)
+    _refuse_other(posteriors)
     _refuse_different(posteriors)
     gammas = {name: fitted.effective_parameters() for name, fitted in posteriors.items()}
     rows = []
@@ -148,6 +148,13 @@ def _undecided_finding(ranked: tuple[Candidate, ...]) -> tuple[str, ...]:
     )
 
 
+def _refuse_other(posteriors: Mapping[str, Fitted]) -> None:
+    """Raise unless these are fitted posteriors by name."""
+    POSTERIORS.check("posteriors", posteriors)
+    for name, fitted in posteriors.items():
+        FITTED.check(repr(name), fitted)
+
+
 def _refuse_different(posteriors: Mapping[str, Fitted]) -> None:
     """Raise unless all have the same number of data and the same kind of likelihood."""
     sizes = {name: fitted.base.statistics.data for name, fitted in posteriors.items()}
@@ -175,13 +182,6 @@ def _findings(ranked: tuple[Candidate, ...], gammas: Mapping[str, EffectiveParam
 
 
 PRINTED_SCORES = ("accuracy", "brier", "ece", "rmse", "crps", "coverage")  # scores beside the NLL; ``scores`` has all
-
-
-POSTERIORS = Rule(
-    'a mapping from names to fitted posteriors, such as {"kron": posterior}',
-    lambda v: isinstance(v, Mapping) and v and all(isinstance(name, str) for name in v),
-    DataError,
-)
 
 
 @dataclass(frozen=True)
@@ -309,9 +309,7 @@ def evaluate(
     >>> sorted(row.name for row in table.rows)
     ['diagonal', 'kron', 'plain network']
     """
-    POSTERIORS.check("posteriors", posteriors)
-    for name, fitted in posteriors.items():
-        FITTED.check(repr(name), fitted)
+    _refuse_other(posteriors)
     compared = {name: (fitted, fitted.posterior) for name, fitted in posteriors.items()}
     plain = _plain_networks(posteriors)
     found = evaluation.score_posteriors([{**compared, **plain}], [data], level, target_key, progress)

@@ -35,30 +35,10 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import DataError
-from lapwing.runtime.settings import (
-    FLAG,
-    FUNCTION,
-    GENERATOR,
-    PROBABILITY,
-    Rule,
-    describe,
-    integer,
-    is_real,
-    refuse_other_calls,
-)
+from lapwing.runtime.settings import FLAG, FUNCTION, GENERATOR, PROBABILITY, Rule, integer, refuse_other_calls
 from lapwing.runtime.threads import independent_generator, uniform
-from lapwing.values.arrays import (
-    Values,
-    binary_labels,
-    draws,
-    labels,
-    mean_of_ties,
-    normal,
-    numbers,
-    same_shape,
-    vectors,
-    within_one,
-)
+from lapwing.values import arrays
+from lapwing.values.arrays import Values
 
 __all__ = [
     "categorical_nll", "accuracy", "brier", "ece", "adaptive_ece", "classwise_ece", "calibration", "normal_nll",
@@ -90,7 +70,7 @@ def categorical_nll(probs: Values, y: Values, *, ignore_index: int = -100) -> fl
     >>> round(categorical_nll(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 1])), 4)
     0.4904
     """
-    probs, y = labels(probs, y, ignore_index)
+    probs, y = arrays.labels(probs, y, ignore_index)
     return float(-probs.gather(1, y.unsqueeze(1)).log().mean())
 
 
@@ -108,7 +88,7 @@ def accuracy(probs: Values, y: Values, *, ignore_index: int = -100) -> float:
     >>> accuracy(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
     0.5
     """
-    probs, y = labels(probs, y, ignore_index)
+    probs, y = arrays.labels(probs, y, ignore_index)
     return float((probs.argmax(1) == y).double().mean())
 
 
@@ -126,7 +106,7 @@ def brier(probs: Values, y: Values, *, ignore_index: int = -100) -> float:
     >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([1]))
     0.5
     """
-    probs, y = labels(probs, y, ignore_index)
+    probs, y = arrays.labels(probs, y, ignore_index)
     right = probs.gather(1, y.unsqueeze(1)).squeeze(1)
     return float((probs.square().sum(1) - 2 * right + 1).mean())
 
@@ -174,9 +154,9 @@ def classwise_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int
     >>> round(classwise_ece(torch.tensor([[0.6, 0.4], [0.6, 0.4]]), torch.tensor([0, 0])), 4)
     0.4
     """
-    binary = binary_labels(probs, y, ignore_index)
+    binary = arrays.binary_labels(probs, y, ignore_index)
     if binary is None:
-        probs, y = labels(probs, y, ignore_index)
+        probs, y = arrays.labels(probs, y, ignore_index)
         errors = [_binned_error(each, y == number, bins) for number, each in enumerate(probs.unbind(1))]
     else:
         columns = zip(*(part.unbind(1) for part in binary), strict=True)
@@ -186,11 +166,11 @@ def classwise_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int
 
 def _stated_and_true(probs: Values, y: Values, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return stated probabilities (M,) and what came true: of the most probable class, or of binary labels."""
-    binary = binary_labels(probs, y, ignore_index)
+    binary = arrays.binary_labels(probs, y, ignore_index)
     if binary is not None:
         stated, true, known = binary
         return stated[known], true[known]
-    probs, y = labels(probs, y, ignore_index)
+    probs, y = arrays.labels(probs, y, ignore_index)
     confidence, guess = probs.max(1)
     return confidence, (guess == y).double()
 
@@ -221,7 +201,7 @@ def adaptive_ece(probs: Values, y: Values, bins: int = 15, *, ignore_index: int 
     """
     integer().check("bins", bins)
     stated, true = _stated_and_true(probs, y, ignore_index)
-    gap = mean_of_ties(stated, true) - stated
+    gap = arrays.mean_of_ties(stated, true) - stated
     parts = gap[stated.argsort()].tensor_split(min(bins, len(gap)))
     return float(torch.stack([part.sum().abs() for part in parts]).sum() / len(gap))
 
@@ -244,8 +224,8 @@ def calibration(confidence: Values, correct: Values, bins: int = 15) -> Calibrat
     tensor([0.0000, 0.5000], dtype=torch.float64)
     """
     integer().check("bins", bins)
-    confidence, correct = same_shape(confidence=confidence, correct=correct)
-    if confidence.ndim != 1 or not within_one(confidence) or not bool(((correct == 0) | (correct == 1)).all()):
+    confidence, correct = arrays.same_shape(confidence=confidence, correct=correct)
+    if confidence.ndim != 1 or not arrays.within_one(confidence) or not bool(((correct == 0) | (correct == 1)).all()):
         raise DataError(
             f"confidence has the shape {tuple(confidence.shape)} and runs from {confidence.min():.3g} to "
             f"{confidence.max():.3g}; expected probabilities (B,), and correct True or False for each."
@@ -331,12 +311,13 @@ def fpr95(inside: Values, outside: Values) -> float:
 
 def _rank_scores(inside: Values, outside: Values) -> tuple[Tensor, int]:
     """Return all scores in float64, those from inside first, and their number; raise unless both are (B,)."""
-    inside, outside = numbers("inside", inside), numbers("outside", outside)
+    inside, outside = arrays.numbers("inside", inside), arrays.numbers("outside", outside)
     if inside.ndim != 1 or outside.ndim != 1 or not len(inside) or not len(outside):
         raise DataError(f"scores have the shapes {tuple(inside.shape)} and {tuple(outside.shape)}; expected (B,).")
     return torch.cat([inside.double(), outside.double().to(inside.device)]), len(inside)
 
 
+SCORE = Rule("a finite number", lambda v: math.isfinite(v) and not isinstance(v, bool), DataError)
 LEVELS = Rule("a list of probabilities between 0 and 1", lambda v: len(v) and all(0 < a < 1 for a in v), DataError)
 
 
@@ -394,7 +375,7 @@ def pit(mean: Values, std: Values, y: Values) -> Tensor:
     >>> pit(torch.zeros(2), torch.ones(2), torch.tensor([0.0, 9.0]))
     tensor([0.5000, 1.0000], dtype=torch.float64)
     """
-    mean, std, y = normal(mean, std, y)
+    mean, std, y = arrays.normal(mean, std, y)
     return torch.special.ndtr((y - mean) / std)
 
 
@@ -416,7 +397,7 @@ def pit_samples(samples: Values, y: Values) -> Tensor:
     >>> pit_samples(torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([2.0]))
     tensor([0.6250], dtype=torch.float64)
     """
-    samples, y = draws(samples, y)
+    samples, y = arrays.draws(samples, y)
     rank = (samples < y).sum(0).double() + 0.5 * (samples == y).sum(0)
     return (rank + 0.5) / (len(samples) + 1)
 
@@ -441,8 +422,8 @@ def cqm(pit_values: Values, levels: Sequence[float] | None = None) -> float:
     >>> round(cqm(torch.tensor([0.5, 0.5])), 4)
     0.5
     """
-    (probs,) = same_shape(pit_values=pit_values)
-    if not within_one(probs):
+    (probs,) = arrays.same_shape(pit_values=pit_values)
+    if not arrays.within_one(probs):
         raise DataError(f"pit_values run from {probs.min():.3g} to {probs.max():.3g}; expected probabilities.")
     reached = (2 * probs.flatten() - 1).abs().clamp(0, 1).sort().values  # the smallest level that includes each
     if levels is not None:
@@ -458,7 +439,7 @@ def cqm(pit_values: Values, levels: Sequence[float] | None = None) -> float:
 
 def _ends(**values: Values) -> tuple[Tensor, ...]:
     """Return the ends of intervals, and targets; raise if a lower end is above its upper end."""
-    low, high, *y = same_shape(**values)
+    low, high, *y = arrays.same_shape(**values)
     if not bool((low <= high).all()):
         raise DataError(f"low is above high in {int((low > high).sum())} intervals; expected (low, high), in order.")
     return low, high, *y
@@ -480,20 +461,15 @@ def joint_log_likelihood(probs: Values, y: Values, *, ignore_index: int = -100) 
     >>> round(joint_log_likelihood(draws, torch.tensor([1, 1])), 4)  # not 2 log ½: the labels are the same
     -0.6931
     """
-    right = _probabilities_of_labels(probs, y, ignore_index)
-    return float(right.log().sum(1).logsumexp(0)) - math.log(len(right))
-
-
-def _probabilities_of_labels(probs: Values, y: Values, ignore_index: int) -> Tensor:
-    """Return the probabilities of the labels under each draw, (S, B), without the ignored ones."""
-    probs, y = numbers("probs", probs), numbers("y", y)
+    probs, y = arrays.numbers("probs", probs), arrays.numbers("y", y)
     if probs.ndim != y.ndim + 2 or probs.shape[1:2] != y.shape[:1] or not len(probs):
         raise DataError(
             f"probs has the shape {tuple(probs.shape)}, y has {tuple(y.shape)}; expected (S, B, C) under S draws, and "
             "(B,). Probabilities without draws are probs.unsqueeze(0)."
         )
-    flat, repeated = labels(probs.flatten(0, 1), y.repeat(len(probs), *[1] * (y.ndim - 1)), ignore_index)
-    return flat.gather(1, repeated.unsqueeze(1)).reshape(len(probs), -1)
+    flat, repeated = arrays.labels(probs.flatten(0, 1), y.repeat(len(probs), *[1] * (y.ndim - 1)), ignore_index)
+    right = flat.gather(1, repeated.unsqueeze(1)).reshape(len(probs), -1)
+    return float(right.log().sum(1).logsumexp(0)) - math.log(len(right))
 
 
 def normal_nll(mean: Values, std: Values, y: Values) -> float:
@@ -510,7 +486,7 @@ def normal_nll(mean: Values, std: Values, y: Values) -> float:
     >>> round(normal_nll(torch.zeros(1), torch.ones(1), torch.zeros(1)), 4)
     0.9189
     """
-    mean, std, y = normal(mean, std, y)
+    mean, std, y = arrays.normal(mean, std, y)
     return float((0.5 * ((y - mean) / std).square() + std.log()).mean()) + 0.5 * math.log(2 * math.pi)
 
 
@@ -527,7 +503,7 @@ def rmse(mean: Values, y: Values) -> float:
     >>> rmse(torch.zeros(2), torch.tensor([3.0, 3.0]))
     3.0
     """
-    mean, y = same_shape(mean=mean, y=y)
+    mean, y = arrays.same_shape(mean=mean, y=y)
     return float((y - mean).square().mean().sqrt())
 
 
@@ -544,7 +520,7 @@ def mae(mean: Values, y: Values) -> float:
     >>> mae(torch.zeros(2), torch.tensor([3.0, -1.0]))
     2.0
     """
-    mean, y = same_shape(mean=mean, y=y)
+    mean, y = arrays.same_shape(mean=mean, y=y)
     return float((y - mean).abs().mean())
 
 
@@ -564,7 +540,7 @@ def crps(mean: Values, std: Values, y: Values) -> float:
     >>> round(crps(torch.zeros(1), torch.ones(1), torch.zeros(1)), 4)
     0.2337
     """
-    mean, std, y = normal(mean, std, y)
+    mean, std, y = arrays.normal(mean, std, y)
     z = (y - mean) / std
     density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
     return float((std * (z * (2 * torch.special.ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi))).mean())
@@ -589,7 +565,7 @@ def crps_samples(samples: Values, y: Values, *, fair: bool = False) -> float:
     0.8889
     """
     FLAG.check("fair", fair)
-    samples, y = draws(samples, y)
+    samples, y = arrays.draws(samples, y)
     count = len(samples)
     if fair and count < 2:
         raise DataError("samples holds one draw; expected at least two with fair=True.")
@@ -657,7 +633,7 @@ def bootstrap(
 
 def _rows(data: tuple[Values, ...], paired: bool) -> list[Tensor]:
     """Return the data as tensors; raise unless they have rows, and equally many if they are paired."""
-    tensors = [numbers(f"data {i}", value) for i, value in enumerate(data)]
+    tensors = [arrays.numbers(f"data {i}", value) for i, value in enumerate(data)]
     if not tensors or any(not t.ndim or not len(t) for t in tensors):
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors) or "none"
         raise DataError(f"data have the shapes {shapes}; expected one or more tensors (B, ...) that are not empty.")
@@ -679,10 +655,7 @@ def _resample_rows(tensors: list[Tensor], generator: torch.Generator) -> list[Te
 def _score(metric: Callable[..., float], tensors: list[Tensor]) -> float:
     """Return the score of these data; raise unless it is a finite number."""
     score = metric(*tensors)
-    if isinstance(score, Tensor) and score.numel() == 1:
-        score = float(score)
-    if not is_real(score) or not abs(score) < float("inf"):
-        raise DataError(f"the metric of all or of resampled data is {describe(score)}; expected a finite number.")
+    SCORE.check("the metric of all or of resampled data", score)
     return float(score)
 
 
@@ -712,9 +685,9 @@ def risk_coverage(uncertainty: Values, loss: Values) -> RiskCoverage:
     >>> risk_coverage(torch.tensor([0.1, 0.9, 0.5]), torch.tensor([0, 1, 0])).risk
     tensor([0.0000, 0.0000, 0.3333], dtype=torch.float64)
     """
-    uncertainty, loss = vectors(uncertainty=uncertainty, loss=loss)
+    uncertainty, loss = arrays.vectors(uncertainty=uncertainty, loss=loss)
     kept = torch.arange(1, len(loss) + 1, dtype=loss.dtype, device=loss.device)
-    ordered = mean_of_ties(uncertainty, loss)[uncertainty.argsort()]
+    ordered = arrays.mean_of_ties(uncertainty, loss)[uncertainty.argsort()]
     return RiskCoverage(kept / len(loss), ordered.cumsum(0) / kept)
 
 

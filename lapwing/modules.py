@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapwing.data.inputs import call_model, wants_slopes
+from lapwing.data.inputs import Inputs, call_model, wants_slopes
 from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.labels import Bernoulli, Categorical
 from lapwing.likelihoods.numbers import Gaussian
@@ -189,19 +189,21 @@ class ClosedForm(PosteriorModule):
         self.register_buffer("differences", matrix)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        given = inputs, named
         if is_recording():
             refuse_training_mode(self.model)
-            return self._compute(inputs, named)
-        self.refuse_changed()
-        given = inputs, named
-        if not wants_slopes(given):
-            with torch.no_grad():
-                return self._compute(inputs, named)
-        results = isolate(lambda given: _as_tuple(self._compute(*given)), given)
+            results = self._compute(given)
+        else:
+            self.refuse_changed()
+            if wants_slopes(given):
+                results = isolate(self._compute, given)
+            else:
+                with torch.no_grad():
+                    results = self._compute(given)
         return results if self.returns == "moments" else results[0]
 
-    def _compute(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """Return what was asked for, in the shape that the model returns."""
+    def _compute(self, given: Inputs) -> tuple[Tensor, ...]:
+        """Return one tensor, or mean and variance, in the shape that the model returns."""
         features: list[Tensor] = []
         thread = None if is_recording() else get_ident()  # another one may run the model meanwhile
 
@@ -211,7 +213,7 @@ class ClosedForm(PosteriorModule):
 
         handle = None if self.head is None else self.head.register_forward_pre_hook(hook)
         try:
-            out = self.model(*inputs, **named)
+            out = self.model(*given[0], **given[1])
         finally:
             if handle is not None:
                 handle.remove()
@@ -222,8 +224,6 @@ class ClosedForm(PosteriorModule):
             shift = self.shift
             mean = mean + (F.linear(a, shift[:, :-1], shift[:, -1]) if self.with_bias else F.linear(a, shift))
         results = KINDS[type(self.cells[0].likelihood)](self, mean, a)
-        if isinstance(results, Tensor):
-            return results.reshape(raw.shape)
         return tuple(each.reshape(raw.shape) for each in results)
 
     def _covariances(self, a: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class ClosedForm(PosteriorModule):
         each = covs.diagonal(dim1=-2, dim2=-1)
         return self._average(torch.stack([c.spread * each[c.belief] for c in self.cells]))
 
-    def _classes(self, mean: Tensor, a: Tensor) -> Any:
+    def _classes(self, mean: Tensor, a: Tensor) -> tuple[Tensor, ...]:
         covs = None if self.differences is not None and self.returns != "moments" else self._covariances(a)
         if self.logits is None:
             assert covs is not None
@@ -250,11 +250,10 @@ class ClosedForm(PosteriorModule):
             few = not is_recording() and spread.numel() <= FEW_PAIRS
             each = pairwise_logits(means, spread, few).log_softmax(-1)
         if self.returns == "logits":
-            log_weights: Tensor = torch.log(self.weights).reshape(-1, *[1] * mean.ndim)
-            return torch.logsumexp(each + log_weights, 0)
+            return (torch.logsumexp(each + torch.log(self.weights).reshape(-1, *[1] * mean.ndim), 0),)
         probs = self._average(each.exp())
         if self.returns == "probs":
-            return probs
+            return (probs,)
         assert covs is not None
         return probs, self._variance(covs)
 
@@ -268,17 +267,17 @@ class ClosedForm(PosteriorModule):
         assert covs is not None
         return FunctionGaussian(self.logits.means(mean), self.logits.covariances(covs)).differences
 
-    def _labels(self, mean: Tensor, a: Tensor) -> Any:
+    def _labels(self, mean: Tensor, a: Tensor) -> tuple[Tensor, ...]:
         covs = self._covariances(a)
         each = [LABEL_LINKS[c.likelihood.link](*_belief_of(c, mean, covs)) for c in self.cells]
         probs = self._average(torch.stack(each))
         if self.returns == "logits":
-            return probs.log() - (1 - probs).log()
-        return probs if self.returns == "probs" else (probs, self._variance(covs))
+            return (probs.log() - (1 - probs).log(),)
+        return (probs,) if self.returns == "probs" else (probs, self._variance(covs))
 
-    def _numbers(self, mean: Tensor, a: Tensor) -> Any:
+    def _numbers(self, mean: Tensor, a: Tensor) -> tuple[Tensor, ...]:
         if self.returns == "logits":
-            return mean
+            return (mean,)
         noise = [c.likelihood.widening * c.likelihood.noise_variance.to(mean).expand(mean.shape) for c in self.cells]
         return mean, self._variance(self._covariances(a)) + self._average(torch.stack(noise))
 
@@ -293,14 +292,6 @@ def _belief_of(cell: Cell, mean: Tensor, covs: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (cell.scale * factor**2) * cov
 
 
-def _as_tuple(results: Any) -> Sequence[Tensor]:
-    return [results] if isinstance(results, Tensor) else results  # type: ignore[no-any-return]
-
-
-def _pairwise(mean: Tensor, cov: Tensor) -> Tensor:
-    return pairwise_logits(mean, FunctionGaussian(mean, cov).differences).log_softmax(-1)
-
-
 def _quadrature(mean: Tensor, cov: Tensor) -> Tensor:
     nodes, weights = (t.to(mean) for t in normal_rule())
     std = cov.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
@@ -308,7 +299,7 @@ def _quadrature(mean: Tensor, cov: Tensor) -> Tensor:
 
 
 CLASS_LINKS = {
-    "pairwise": _pairwise,
+    "pairwise": lambda mean, cov: pairwise_logits(mean, FunctionGaussian(mean, cov).differences).log_softmax(-1),
     "probit": lambda mean, cov: probit_logits(mean, cov.diagonal(dim1=-2, dim2=-1)).log_softmax(-1),
     "bridge": lambda mean, cov: bridge(FunctionGaussian(mean, cov)),
 }
@@ -316,7 +307,7 @@ LABEL_LINKS = {
     "quadrature": _quadrature,
     "probit": lambda mean, cov: probit_logits(mean, cov.diagonal(dim1=-2, dim2=-1)).sigmoid(),
 }
-KINDS: dict[type, Any] = {
+KINDS: dict[type, Callable[[ClosedForm, Tensor, Tensor], tuple[Tensor, ...]]] = {
     Categorical: ClosedForm._classes, Bernoulli: ClosedForm._labels, Gaussian: ClosedForm._numbers,
 }  # fmt: skip
 
@@ -377,7 +368,7 @@ class Predicting(PosteriorModule):
                 "weights=lw.last_layer, a model that ends in nn.Linear, and Categorical (links pairwise, probit, "
                 "bridge), Bernoulli or Gaussian."
             )
-        device = next(self.model.parameters()).device
+        device = self.fitted_device()
         if device != self.fitted.base.theta.device:  # the module was moved
             self.fitted = self.fitted.to(device)
         x = named if named else inputs[0] if len(inputs) == 1 else inputs

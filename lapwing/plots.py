@@ -78,18 +78,12 @@ def with_styles(predictions: Any) -> list[tuple[str, Any, dict[str, Any]]]:
     >>> [(name, style["color"]) for name, _, style in with_styles({"plain": 1, "Lapwing": 2})]
     [('plain', '#d55e00'), ('Lapwing', '#0072b2')]
     """
+    style = lambda i: {"color": COLOURS[i % 6], "marker": MARKERS[i % 6], "linestyle": DASHES[i % 6]}
     if not isinstance(predictions, Mapping):
-        return [("", predictions, {"color": POSTERIOR, "marker": "o", "linestyle": "-"})]
+        return [("", predictions, style(COLOURS.index(POSTERIOR)))]
     if not predictions:
         raise UnsupportedError("the mapping of predictions is empty; expected at least one name with its prediction.")
-    return [
-        (
-            plain_text(str(name)),
-            prediction,
-            {"color": COLOURS[i % 6], "marker": MARKERS[i % 6], "linestyle": DASHES[i % 6]},
-        )
-        for i, (name, prediction) in enumerate(predictions.items())
-    ]
+    return [(plain_text(str(name)), each, style(i)) for i, (name, each) in enumerate(predictions.items())]
 
 
 def plain_text(text: str) -> str:

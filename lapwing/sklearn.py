@@ -90,10 +90,10 @@ def small_network(x: Tensor, outputs: int, hidden: Sequence[int], activation: st
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs)).double()
 
 
-def first_weight(module: nn.Module) -> Tensor:
-    """Return the first parameter, whose dtype and device the inputs shall have; raise if there is none."""
+def place(module: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets as the first parameter is; raise if there is none. Class numbers keep their dtype."""
     for parameter in module.parameters():
-        return parameter.detach()
+        return x.to(parameter), y.to(parameter if y.is_floating_point() else parameter.device)
     raise ModelError("module() returned a network without parameters; expected at least one to train.")
 
 
@@ -230,8 +230,7 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
         watched = held_out if len(held_out) else train
         every = torch.arange(len(given))
         network, (self.n_iter_, best) = self._trained(given, y, outputs, schedule, every, train, watched)
-        x = given.to(first_weight(network))
-        y = y.to(x) if y.is_floating_point() else y.to(x.device)
+        x, y = place(network, given, y)
         settings: dict[str, Any] = {
             "method": self.method,
             "weights": self.weights,
@@ -268,8 +267,7 @@ class LapwingEstimator(BaseEstimator):  # type: ignore[misc]
         stop the training.
         """
         network = self._network(given[known], outputs, schedule.seed)
-        x = given.to(first_weight(network))
-        y = y.to(x) if y.is_floating_point() else y.to(x.device)
+        x, y = place(network, given, y)
         mean, scale = column_scales(y[known]) if y.is_floating_point() else (y.new_zeros(()), y.new_ones(()))
         loss = F.mse_loss if y.is_floating_point() else F.cross_entropy
         scaled = (y - mean) / scale if y.is_floating_point() else y

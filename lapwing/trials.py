@@ -189,5 +189,4 @@ def _draw_targets(problem: Problem, inputs: Inputs) -> Tensor:
     """Draw targets from the plain network's predictive."""
     f = problem.network(inputs).to(problem.network.dtype)
     belief = FunctionGaussian(f, 1e-6 * torch.eye(f.shape[-1]).to(f).expand(*f.shape, f.shape[-1]))
-    targets: Tensor = problem.likelihood.predict(belief).sample(1, torch.Generator(f.device).manual_seed(0))[0]
-    return targets
+    return problem.likelihood.predict(belief).sample(1, torch.Generator(f.device).manual_seed(0))[0]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from experiments.engine.contract import Record
-from lapwing.decisions.collecting import align_columns
+from lapwing.decisions.evaluation import align_columns
 from lapwing.demo.result import number
 from lapwing.errors import LapwingError
 

@@ -7,15 +7,17 @@ import logging
 import math
 import os
 import platform
+import random
 import shlex
 import sys
 import traceback
 import warnings
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,27 +25,9 @@ from torch import Tensor
 import lapwing
 from lapwing.api import fit
 from lapwing.check import check
+from lapwing.cli.arguments import COLUMNS, Arguments, Outcome
 from lapwing.cli.files import WRITERS, write_arrays
 from lapwing.cli.models import load_posterior, working_folder_first
-from lapwing.cli.options import (
-    COLUMNS,
-    COMMON,
-    EVERY,
-    LEVEL,
-    MODEL,
-    POSTERIOR,
-    POSTERIORS,
-    SUBSET,
-    Arguments,
-    Option,
-    Outcome,
-    add_options,
-    data_options,
-    names,
-    option,
-    out_options,
-    seed_all,
-)
 from lapwing.compare import Evaluations, compare, evaluate, kind_of
 from lapwing.data.streams import InputStream
 from lapwing.decisions.evaluation import Evaluation
@@ -53,6 +37,124 @@ from lapwing.predictives.base import LabelPredictive, NumberPredictive
 from lapwing.registry import LIKELIHOODS, METHODS, find_likelihood
 from lapwing.runtime.settings import NONE, POSITIVE, one_of
 from lapwing.runtime.threads import LOG, should_show_progress
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names in a text with commas.
+
+    >>> names("age, size")
+    ('age', 'size')
+    """
+    found = tuple(name.strip() for name in text.split(","))
+    if not all(found) or len(set(found)) < len(found):
+        raise ArgumentTypeError(f"{text!r} has an empty name or one twice; expected names with commas")
+    return found
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number of at least ``least``."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) < 2**63:
+            raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return read
+
+
+def _level(text: str) -> float:
+    try:
+        level = float(text)
+    except ValueError:
+        level = 0.0
+    if not 0 < level < 1:
+        raise ArgumentTypeError(f"{text!r} is not a probability between 0 and 1")
+    return level
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument of a command, the group that it is listed under, and what ``add_argument`` takes besides."""
+
+    flag: str
+    group: str
+    settings: Mapping[str, Any]
+
+
+def option(flag: str, help: str, group: str = "", **settings: Any) -> Option:
+    """Return an option."""
+    return Option(flag, group, {"help": help, **settings})
+
+
+def add_options(parser: ArgumentParser, options: Sequence[Option]) -> None:
+    """Add the options to the parser of a command."""
+    names = dict.fromkeys(each.group for each in options if each.group)
+    groups = {name: parser.add_argument_group(name) for name in names}
+    for each in options:
+        groups.get(each.group, parser).add_argument(each.flag, **each.settings)
+
+
+DEVICE = option("--device", "where to compute, such as cuda (default: cpu)", "every command", default="cpu")
+EVERY = (
+    option("--seed", "seed of all random numbers (default: 0)", "every command", type=_whole(0), default=0),
+    option("--json", "print one JSON object and nothing else", "every command", action="store_true"),
+    option("--traceback", "show where an error was raised", "every command", action="store_true"),
+)
+COMMON = (DEVICE, *EVERY)
+MODEL = (
+    option("model", "import path of a function that returns it: package.module:factory", metavar="MODEL"),
+    option("--weights", "its weights: a state dict of torch, or safetensors", type=Path, metavar="FILE"),
+)
+SUBSET = option(
+    "--subset", "which weights are uncertain: all, last_layer, or a regular expression for their names (default: all)",
+    default="all", metavar="WEIGHTS",
+)  # fmt: skip
+POSTERIOR = option("--posterior", "a file that lapwing fit wrote", type=Path, required=True, metavar="FILE")
+LEVEL = option("--level", "probability of the intervals (default: 0.95)", type=_level, default=0.95)
+OVERWRITE = option("--overwrite", "replace the file if it exists", action="store_true")
+_EACH: dict[str, Any] = {"type": Path, "nargs": "+", "action": "extend", "metavar": "FILE"}
+POSTERIORS = (
+    option(
+        "models", "import path of each model, package.module:factory, or one for all posteriors", nargs="+",
+        metavar="MODEL",
+    ),
+    option("--weights", "weights of each model, or one file for all", default=[], **_EACH),
+    option("--posterior", "files that lapwing fit wrote", required=True, **_EACH),
+)  # fmt: skip
+
+
+def out_options(what: str) -> tuple[Option, ...]:
+    """Return the options for the file that is written."""
+    return option("--out", what, type=Path, required=True, metavar="FILE"), OVERWRITE
+
+
+def data_options(what: str) -> tuple[Option, ...]:
+    """Return the options for the data, ``what`` they are for, and for what their columns and arrays are."""
+    listed: dict[str, Any] = {"group": "data", "type": names, "default": ()}
+    return (
+        option(
+            "--data",
+            f"{what}: a .npz, .csv or .parquet file, or the import path of a loader, package.module:make_loader",
+            "data", required=True, metavar="DATA",
+        ),
+        option(
+            "--target",
+            "column, array or key of the targets, several with commas (default: y, target, targets, label or labels)",
+            metavar="NAME", **listed,
+        ),
+        option(
+            "--inputs",
+            "columns of the inputs, with commas, or their array (default: the others; of arrays x or inputs)",
+            metavar="NAMES", **listed,
+        ),
+        option("--drop", "columns to leave out, with commas", metavar="NAMES", **listed),
+        option(
+            "--classes",
+            "the classes in the order of the network's outputs, with commas (default: their texts, sorted)",
+            metavar="NAMES", **listed,
+        ),
+        option("--batch-size", "rows of a batch (default: 256)", "data", type=_whole(1), default=256, metavar="N"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,7 +186,6 @@ def run_demo(arguments: Arguments) -> Outcome:
 
 def run_check(arguments: Arguments) -> Outcome:
     """Check the model with the first batch."""
-    seed_all(arguments.seed)
     model = arguments.load_model(trained=False)
     data = arguments.make_reader(model, labelled=False).read(arguments.data)
     batch = next(iter(data.batches))
@@ -106,7 +207,7 @@ def run_fit(arguments: Arguments) -> Outcome:
     (one_of([*METHODS, "auto"]) | NONE).check("--method", arguments.method)
     (POSITIVE | NONE).check("--prior", arguments.prior)
     arguments.refuse_output()
-    generator = seed_all(arguments.seed)
+    generator = torch.Generator().manual_seed(arguments.seed)
     model = arguments.load_model()
     reader = arguments.make_reader(model, labels=find_likelihood(arguments.likelihood).has_logits)
     data = reader.read(arguments.data)
@@ -160,7 +261,7 @@ def facts_of(posterior: Fitted) -> dict[str, object]:
 
 def run_evaluate(arguments: Arguments) -> Outcome:
     """Score one posterior against the plain network, or rank several with it."""
-    generator = seed_all(arguments.seed)
+    generator = torch.Generator().manual_seed(arguments.seed)
     posteriors = arguments.load_posteriors()
     first = next(iter(posteriors.values()))
     labels = first.likelihood.has_logits
@@ -203,7 +304,6 @@ def display_name(name: str, fitted: Fitted) -> str:
 def run_predict(arguments: Arguments) -> Outcome:
     """Predict batch by batch, and write all predictions in the order of the data."""
     arguments.refuse_output(tuple(WRITERS))
-    seed_all(arguments.seed)
     model = arguments.load_model()
     posterior = load_posterior(arguments.posterior, model)
     known = posterior.columns
@@ -283,7 +383,6 @@ def _refuse_classes(posterior: Fitted, classes: tuple[str, ...]) -> None:
 
 def run_compare(arguments: Arguments) -> Outcome:
     """Load every posterior with its model, and rank them. They are named by their files."""
-    seed_all(arguments.seed)
     comparison = compare(arguments.load_posteriors())
     candidates = [asdict(candidate) for candidate in comparison.candidates]
     facts = {"best": comparison.best, "candidates": candidates, "findings": comparison.findings}
@@ -293,7 +392,6 @@ def run_compare(arguments: Arguments) -> Outcome:
 def run_report(arguments: Arguments) -> Outcome:
     """Write the page."""
     arguments.refuse_output((".html", ".htm"))
-    seed_all(arguments.seed)
     model = arguments.load_model()
     posterior = load_posterior(arguments.posterior, model)
     known, labels = posterior.columns, posterior.likelihood.has_logits
@@ -397,6 +495,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(words, Arguments(words=words))
     try:
         with working_folder_first(), redirect_stdout(sys.stderr), warnings_in_a_line(), progress_in_lines():
+            random.seed(arguments.seed)  # the user's code may draw from the global generators
+            torch.manual_seed(arguments.seed)
             outcome = COMMANDS[arguments.command].run(arguments)
     except KeyboardInterrupt:
         return _print_failure("interrupted.", INTERRUPTED)

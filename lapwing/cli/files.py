@@ -9,13 +9,13 @@ import re
 import zipfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from lapwing.cli.models import list_names
 from lapwing.errors import DataError, FileError, LapwingError, UnsupportedError
 from lapwing.runtime.files import write_atomically
 
+T = TypeVar("T")
 Block = Mapping[str, Tensor | list[str]]  # by name: numbers, with the rows first, or the texts of a column
 
 
@@ -262,16 +263,21 @@ class NpzFile(DataFile):
         return tensor_of(values.reshape(shape[::-1]).T if header.by_columns else values.reshape(shape))
 
 
+def open_npz(path: Path) -> AbstractContextManager[zipfile.ZipFile]:
+    """Open the archive."""
+    return opened(zipfile.ZipFile, path, "an npz file", NPZ_REMEDY)
+
+
 @contextmanager
-def open_npz(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open the archive; whatever its parts raise while it is read means that it is damaged."""
+def opened(reader: Callable[[Path], AbstractContextManager[T]], path: Path, kind: str, remedy: str) -> Iterator[T]:
+    """Open a file; whatever is raised while it is read, by its reader, zlib or NumPy, means that it is damaged."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
+        with reader(path) as content:
+            yield content
     except LapwingError:
         raise
-    except Exception as error:  # of zipfile, of zlib, or of NumPy's headers
-        raise FileError(f"{path} is not an npz file, or is damaged: {error}. {NPZ_REMEDY}") from error
+    except Exception as error:
+        raise FileError(f"{path} is not {kind}, or is damaged: {error}. {remedy}") from error
 
 
 def tensor_of(values: Any) -> Tensor | list[str]:
@@ -322,8 +328,7 @@ class ParquetFile(DataFile):
                 "or --drop the column."
             )
         if types.is_string(column.type) or types.is_large_string(column.type):
-            texts: list[str] = column.to_pylist()
-            return texts
+            return column.to_pylist()
         if not any(test(column.type) for test in (types.is_integer, types.is_floating, types.is_boolean)):
             raise DataError(
                 f"the column {name!r} of {self.path} holds {column.type}; expected numbers. Leave it out: "
@@ -333,17 +338,9 @@ class ParquetFile(DataFile):
         return tensor_of(column.to_numpy(zero_copy_only=False))
 
 
-@contextmanager
-def _open_parquet(path: Path) -> Iterator[Any]:
-    """Open the file; whatever is raised while it is read means that it is damaged."""
-    parquet = optional("pyarrow.parquet", path, PARQUET)
-    try:
-        with parquet.ParquetFile(path) as file:
-            yield file
-    except LapwingError:
-        raise
-    except Exception as error:  # pyarrow has errors of its own
-        raise FileError(f"{path} is not a parquet file, or is damaged: {error}. Write it again.") from error
+def _open_parquet(path: Path) -> AbstractContextManager[Any]:
+    """Open the file."""
+    return opened(optional("pyarrow.parquet", path, PARQUET).ParquetFile, path, "a parquet file", "Write it again.")
 
 
 READERS: dict[str, type[DataFile]] = {".npz": NpzFile, ".csv": CsvFile, ".parquet": ParquetFile}

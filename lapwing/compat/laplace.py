@@ -191,7 +191,7 @@ class Laplace:
             "generator": torch.Generator().manual_seed(self._settings.seed),
             "target_key": self.target_key,
         }  # fmt: skip
-        if self._settings.learns_prior:
+        if self._settings.functional_approximation == "variational":
             likelihood = likelihood_of(self.likelihood, self._dispersion)
             self._fitted = fit(self.model, train_loader, likelihood, **settings)
             problem = self._fitted.base.problem
@@ -505,12 +505,10 @@ class Laplace:
         """The number of parameter tensors with uncertain weights."""
         return len(self.posterior.network.selection.names)
 
-    def _only(self, name: str, *structures: str) -> None:
-        """Raise unless the structure is one of these."""
+    def _only(self, *structures: str) -> None:
+        """Raise unless the structure is one of these. In a property, ``__getattr__`` then says what to use instead."""
         if self._structure not in structures:
-            raise MissingNameError(
-                f"compat.Laplace has no {name} for the structure {self._structure!r}: {_NATIVE[name]}."
-            )
+            raise AttributeError
 
     @property
     def _core(self) -> WeightPosterior:
@@ -521,7 +519,7 @@ class Laplace:
     @property
     def posterior_precision(self) -> Tensor:
         """Λ (P, P) for the structure "full", its diagonal (P,) for "diag"."""
-        self._only("posterior_precision", "full", "diag")
+        self._only("full", "diag")
         base = self._core
         if self._structure == "diag":
             return 1 / base.precision.variances()
@@ -532,19 +530,19 @@ class Laplace:
     @property
     def posterior_covariance(self) -> Tensor:
         """Λ⁻¹ (P, P), for the structure "full"."""
-        self._only("posterior_covariance", "full")
+        self._only("full")
         return self._core.precision.solve(torch.eye(self.n_params).to(self.prior_precision_diag))
 
     @property
     def posterior_variance(self) -> Tensor:
         """The diagonal of Λ⁻¹ (P,), for the structure "diag"."""
-        self._only("posterior_variance", "diag")
+        self._only("diag")
         return self._core.precision.variances()
 
     @property
     def posterior_scale(self) -> Tensor:
         """A root R of the covariance, R Rᵀ = Λ⁻¹, (P, P) for the structure "full", (P,) for "diag"."""
-        self._only("posterior_scale", "full", "diag")
+        self._only("full", "diag")
         if self._structure == "diag":
             return self.posterior_variance.sqrt()
         return self._core.precision.sample(torch.eye(self.n_params).to(self.prior_precision_diag)).mT

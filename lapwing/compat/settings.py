@@ -24,19 +24,7 @@ from lapwing.methods.weight_space import Diagonal, Full, KernelSpace, Kron, LowR
 from lapwing.networks.forward import arithmetic_of
 from lapwing.networks.selection import Selection, Weights, all_weights, last_layer, named, subnetwork
 from lapwing.priors import DiagonalPrior, Isotropic, Prior
-from lapwing.runtime.settings import (
-    DATA,
-    FLAG,
-    NONE,
-    POSITIVE,
-    HasSettings,
-    Rule,
-    integer,
-    is_real,
-    nearest,
-    one_of,
-    setting,
-)
+from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, HasSettings, Rule, integer, is_real, one_of, setting
 from lapwing.runtime.threads import ProgressBar
 
 if TYPE_CHECKING:
@@ -115,9 +103,13 @@ def option(name: str, value: object, options: type[Enum]) -> str:
     >>> option("pred_type", PredType.GLM, PredType), option("pred_type", "nn", PredType)
     ('glm', 'nn')
     """
-    text = getattr(value, "value", value)
-    one_of([each.value for each in options]).check(name, text)
-    return str(text)
+    among(options).check(name, value)
+    return str(getattr(value, "value", value))
+
+
+def among(options: type[Enum]) -> Rule:
+    """Return the rule for one of the options of this kind, or its value."""
+    return one_of([each.value for each in options])
 
 
 NUMBER_OR_TENSOR = Rule("a number or a tensor", lambda v: is_real(v) or isinstance(v, Tensor))
@@ -128,10 +120,9 @@ CURVATURES = {"ggn": "ggn", "ef": "empirical", "hessian": "hessian"}  # by the e
 
 def from_arguments(kind: type[S], call: str, arguments: Mapping[str, Any]) -> S:
     """Return settings of this kind with the arguments of a call; raise for names that laplace-torch does not have."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    names = one_of([field.name for field in fields(kind)])  # type: ignore[arg-type]
     for name in arguments:
-        if name not in names:
-            raise UnsupportedError(f"{call}() has no argument {name!r}.{nearest(name, names)}")
+        names.check(f"the name of an argument of {call}()", name)
     return kind(**arguments)
 
 
@@ -153,7 +144,7 @@ class Settings(HasSettings):
     last_layer_name: str | None = None
     damping: bool = setting(False, FLAG)
     subnetwork_indices: Tensor | None = None
-    functional_approximation: FunctionalApproximation | str = "sod"
+    functional_approximation: FunctionalApproximation | str = setting("sod", among(FunctionalApproximation))
     n_subset: int | None = setting(None, integer() | NONE)
     independent_outputs: bool = False
     seed: int = 0
@@ -172,13 +163,6 @@ class Settings(HasSettings):
             )
         if self.independent_outputs:
             raise UnsupportedError("independent_outputs is True; expected False: the kernel has all outputs.")
-
-    @property
-    def learns_prior(self) -> bool:
-        """Whether ``fit`` learns prior precision and noise: for variational inducing points."""
-        return (
-            option("functional_approximation", self.functional_approximation, FunctionalApproximation) == "variational"
-        )
 
     @property
     def curvature(self) -> str:
@@ -207,10 +191,9 @@ def method_of(structure: str, weights: str, settings: Settings) -> Method:
 
 def _in_function_space(settings: Settings) -> Method:
     """Return the native method for the structure "gp"."""
-    kind = option("functional_approximation", settings.functional_approximation, FunctionalApproximation)
-    if kind == "sod":
+    if settings.functional_approximation == "sod":
         return KernelSpace()
-    if kind == "nystrom":
+    if settings.functional_approximation == "nystrom":
         if settings.subsample_size is None or settings.n_eigenvalues is None:
             raise UnsupportedError("subsample_size or n_eigenvalues is missing; expected both for 'nystrom'.")
         return ELLA(num_landmarks=settings.subsample_size, rank=settings.n_eigenvalues)
@@ -270,22 +253,17 @@ class SearchOptions(HasSettings):
     n_steps: int = setting(100, integer())
     lr: float = setting(1e-1, POSITIVE)
     init_prior_prec: float | Tensor = 1.0
-    prior_structure: PriorStructure | str = "scalar"
+    prior_structure: PriorStructure | str = setting("scalar", among(PriorStructure))
     val_loader: Any = setting(None, DATA | NONE)
     loss: Any = setting(None, LOSS)
     log_prior_prec_min: float = setting(-4, NUMBER)
     log_prior_prec_max: float = setting(4, NUMBER)
     grid_size: int = setting(100, integer())
-    link_approx: LinkApprox | str = "probit"
+    link_approx: LinkApprox | str = setting("probit", among(LinkApprox))
     n_samples: int = setting(100, integer())
     verbose: bool = False
     progress_bar: bool = setting(False, FLAG)
     log_prior_prec_base: float = setting(10.0, POSITIVE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        option("prior_structure", self.prior_structure, PriorStructure)
-        option("link_approx", self.link_approx, LinkApprox)
 
     @property
     def grid(self) -> Tensor:

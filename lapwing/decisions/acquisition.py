@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lapwing.data.inputs import Inputs
-from lapwing.decisions.collecting import as_batches, input_batches, refuse_shuffled, refuse_tokens
+from lapwing.data.processes import samplers_of
+from lapwing.decisions.collecting import as_batches, input_batches, refuse_tokens
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.posteriors.base import Posterior
 from lapwing.runtime.memory import working_memory
@@ -24,6 +26,7 @@ RULES = ("batch", "bald", "variance")
 COPIES = 4  # float64 matrices of the joint covariance, or of the drawn functions, that exist at once
 EXACT = 1000  # outputs of all candidates up to which their joint covariance is computed, by default
 FUNCTIONS = 256  # that are drawn beyond
+SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 SAMPLES = integer(2) | Rule("zero", lambda v: is_integer(v) and v == 0) | NONE
 
 
@@ -52,6 +55,16 @@ def choose_inputs(
         few = samples == 0 or (samples is None and len(numbers) * outputs <= EXACT)
         blocks = _by_covariance(posterior, inputs) if few else _by_functions(posterior, inputs, samples)
         return numbers[greedy_information(*blocks, n).cpu()]
+
+
+def refuse_shuffled(loader: object, name: str) -> None:
+    """Raise if a loader shuffles: numbers of rows would be those of one pass, and say nothing about the data."""
+    for sampler in samplers_of(loader):
+        if isinstance(sampler, SHUFFLING) or getattr(sampler, "shuffle", False) is True:
+            raise DataError(
+                f"the {name} is a loader that shuffles, by {type(sampler).__name__}; expected one with a fixed order: "
+                "rows are numbered in the order in which they come. Build it with shuffle=False, or give the inputs."
+            )
 
 
 def _refuse_fewer(count: int, n: int) -> None:

@@ -5,203 +5,25 @@ A loader that shuffles gives other rows at the next pass, so predictions and tar
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lapwing.data.batches import Data, is_pair, refuse_unequal
 from lapwing.data.inputs import Batch, Inputs, as_tensors, has_places, merge_batches
-from lapwing.data.processes import samplers_of
 from lapwing.errors import DataError, UnsupportedError, warn_caller
-from lapwing.metrics import ScoreInterval
 from lapwing.networks.network import Network
 from lapwing.predictives.scores import Scoring
 from lapwing.problem import check_named_targets
-from lapwing.runtime.files import write_atomically
-from lapwing.runtime.settings import DATA, PATH, Rule, describe
+from lapwing.runtime.settings import DATA, describe
 from lapwing.runtime.threads import should_show_progress
 
 if TYPE_CHECKING:
     from lapwing.fitted import Fitted
     from lapwing.posteriors.base import Posterior
-
-ROUNDING = 1e-4  # relative to the scores, below which their difference may be rounding
-SEVERAL, LARGE = 6, 1e6  # decimals, and numbers, from which an exponent is easier to read
-
-
-def decimals_of(each: ScoreInterval) -> int:
-    """Return the decimals of a score: two digits of its interval, and at most four of its value.
-
-    >>> decimals_of(ScoreInterval(0.12345, 0.1, 0.15, 0.01)), decimals_of(ScoreInterval(0.8117, 0.81169, 0.81171, 1e-5))
-    (3, 4)
-    """
-    half, largest = max(each.high - each.value, each.value - each.low), max(map(abs, (each.value, each.low, each.high)))
-    first_digit = lambda value: math.floor(math.log10(value)) if 0 < value < math.inf else 0
-    return max(0, min(1 - first_digit(half), 3 - first_digit(largest)) if half > 0 else 3 - first_digit(largest))
-
-
-def interval_parts(each: ScoreInterval, decimals: int | None = None, size: float = 0.0) -> tuple[str, str, str]:
-    """Return a score and both ends of its interval as text.
-
-    Args:
-        each: The score.
-        decimals: How many; those that its interval allows if None.
-        size: For a difference, the size of the scores: below a ten-thousandth of it, rounding decides, and it is zero.
-
-    >>> interval_parts(ScoreInterval(0.12345, 0.1, 0.15, 0.01))
-    ('0.123', '0.100', '0.150')
-    """
-    values = (each.value, each.low, each.high)
-    if max(map(abs, values)) <= ROUNDING * size:
-        return ("0", "0", "0")
-    decimals = decimals_of(each) if decimals is None else decimals
-    nearest = min(abs(each.low), abs(each.high)) if each.low * each.high > 0 and size else math.inf
-    while decimals < SEVERAL and nearest < 0.5 * 10**-decimals:  # an interval on one side of zero is shown as such
-        decimals += 1
-    form = f".{decimals}f" if decimals <= SEVERAL and max(map(abs, values)) < LARGE else ".3g"
-    texts = (format(value, form) for value in values)
-    a, b, c = (text if text.strip("-0.") else text.removeprefix("-") for text in texts)
-    return a, b, c
-
-
-def interval_text(each: ScoreInterval, decimals: int | None = None, size: float = 0.0) -> str:
-    """Return a score with its interval as text; see ``interval_parts``.
-
-    >>> interval_text(ScoreInterval(-0.07262, -0.1461, -0.00442, 0.04))
-    '-0.073 [-0.146, -0.004]'
-    """
-    value, low, high = interval_parts(each, decimals, size)
-    return f"{value} [{low}, {high}]"
-
-
-def align_columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return the rows of a table as lines with columns of equal width, the first ``left`` columns flush left.
-
-    >>> align_columns([("score", "value"), ("nll", "0.5")])
-    ['score  value', 'nll      0.5']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad = lambda i, cell: cell.ljust(widths[i]) if i < left else cell.rjust(widths[i])
-    return ["  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
-
-
-def json_values(value: Any) -> Any:
-    """Return a value as JSON can hold it: tensors become lists, paths become text, numbers that are not finite None.
-
-    >>> json_values({"mean": torch.tensor([1.0, float("inf")]), "out": Path("net.lapwing")})
-    {'mean': [1.0, None], 'out': 'net.lapwing'}
-    """
-    if isinstance(value, Tensor):
-        return json_values(value.detach().tolist())
-    if isinstance(value, Mapping):
-        return {str(name): json_values(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_values(each) for each in value]
-    if isinstance(value, Path):
-        return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_json(value: Any, path: str | Path) -> None:
-    """Write plain values as JSON, whole or not at all.
-
-    Raises:
-        FileError: If the file cannot be written.
-    """
-    PATH.check("path", path)
-    write_atomically(path, [json.dumps(value, indent=1, allow_nan=False).encode()])
-
-
-GROUPS = Rule(
-    "a function from a batch of inputs to group numbers (B,), or the group numbers (N,) of all data",
-    lambda v: v is None or callable(v) or torch.as_tensor(v).ndim == 1,
-    DataError,
-)
-
-GroupNumbers = list[int] | None  # the group of each row; None without groups
-
-
-class RowGroups:
-    """The groups of the rows of one pass, batch by batch.
-
-    Args:
-        given: A function, the numbers of all rows, or None.
-    """
-
-    def __init__(self, given: Any) -> None:
-        GROUPS.check("groups", given)
-        self._given, self._count, self._found = given, 0, list[int]()
-
-    def of(self, inputs: Inputs, count: int) -> GroupNumbers:
-        """Return the groups of the next ``count`` rows; raise if there are fewer numbers than rows."""
-        if self._given is None:
-            return None
-        if callable(self._given):
-            found = group_numbers(self._given(inputs), count)
-        else:
-            numbers = torch.as_tensor(self._given)[self._count : self._count + count]
-            if len(numbers) < count:
-                raise DataError(
-                    f"groups have the shape {tuple(torch.as_tensor(self._given).shape)}, and the data have more rows; "
-                    "expected one number for each, rows with an ignored target included."
-                )
-            found = group_numbers(numbers, count)
-        self._found += found
-        self._count += count
-        return found
-
-    def whole(self) -> Tensor | None:
-        """Return the groups of all rows; raise if there are more numbers than rows."""
-        if self._given is None:
-            return None
-        return torch.tensor(self._found if callable(self._given) else group_numbers(self._given, self._count))
-
-
-def grouped_rows(
-    posterior: Fitted,
-    data: Iterable[object],
-    number: Callable[[Any, LabelledBatch, GroupNumbers], Tensor],
-    groups: Any,
-    **keys: Any,
-) -> tuple[Tensor, Tensor | None, Scoring[Any]]:
-    """Return ``number(predictive, batch, groups)`` of all rows whose target counts, and the groups of these rows.
-
-    ``keys`` are those of ``rows_of``, which this extends.
-    """
-    members, count = RowGroups(groups), 0
-
-    def add_place(predictive: Any, batch: LabelledBatch) -> Tensor:
-        nonlocal count
-        values = number(predictive, batch, members.of(batch.inputs, len(batch.targets))).double().cpu()
-        place = torch.arange(count, count + len(values), dtype=torch.float64)
-        count += len(values)
-        return torch.cat([values, place.unsqueeze(1)], 1)
-
-    rows, scoring = rows_of(posterior, data, add_place, **keys)
-    whole = members.whole()
-    return rows[:, :-1], None if whole is None else whole[rows[:, -1].long()], scoring
-
-
-def group_numbers(given: Any, count: int) -> list[int]:
-    """Return group numbers as a list; raise unless they are ``count`` whole numbers."""
-    numbers = torch.as_tensor(given)
-    if numbers.shape != (count,) or numbers.is_floating_point() or numbers.is_complex():
-        raise DataError(
-            f"groups have the shape {tuple(numbers.shape)} and dtype {numbers.dtype}; expected ({count},) whole "
-            "numbers, the group of each input."
-        )
-    listed: list[int] = numbers.tolist()
-    return [int(number) for number in listed]
-
-
-SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,16 +187,6 @@ def as_batches(network: Network, data: Any) -> Any:
         refuse_unequal(data[0], data[1], "data")
     batches = not is_pair(data) and all(isinstance(item, tuple | list | Mapping) for item in data)
     return list(data) if batches else [data]
-
-
-def refuse_shuffled(loader: Any, name: str) -> None:
-    """Raise if a loader shuffles: numbers of rows would be those of one pass, and say nothing about the data."""
-    for sampler in samplers_of(loader):
-        if isinstance(sampler, SHUFFLING) or getattr(sampler, "shuffle", False) is True:
-            raise DataError(
-                f"the {name} is a loader that shuffles, by {type(sampler).__name__}; expected one with a fixed order: "
-                "rows are numbered in the order in which they come. Build it with shuffle=False, or give the inputs."
-            )
 
 
 def refuse_tokens(network: Network, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,25 +15,16 @@ import torch
 from torch import Tensor
 
 from lapwing.data.inputs import Batch
-from lapwing.decisions.collecting import (
-    WORSE,
-    align_columns,
-    batches_of,
-    decimals_of,
-    interval_text,
-    label_batch,
-    source_of,
-    warn_of_units,
-    write_json,
-)
+from lapwing.decisions.collecting import WORSE, batches_of, label_batch, source_of, warn_of_units
 from lapwing.errors import DataError
 from lapwing.metrics import Calibration, RiskCoverage, ScoreInterval
 from lapwing.plots import AnswerProbabilities, Residuals
 from lapwing.posteriors.base import Posterior
 from lapwing.posteriors.sampled import PointPosterior
 from lapwing.predictives.scores import ClassSums, Numbers, Score, Scoring
+from lapwing.runtime.files import write_atomically
 from lapwing.runtime.memory import batch_size_for
-from lapwing.runtime.settings import GENERATOR, PROBABILITY, integer
+from lapwing.runtime.settings import GENERATOR, PATH, PROBABILITY, integer
 from lapwing.runtime.threads import independent_generator
 from lapwing.values.arrays import resampled_weights
 
@@ -239,6 +231,93 @@ class Bootstrap:
         return {
             score.name: self.interval(*self.score(name, i), score.biased) for i, score in enumerate(self.scores[name])
         }
+
+
+ROUNDING = 1e-4  # relative to the scores, below which their difference may be rounding
+SEVERAL, LARGE = 6, 1e6  # decimals, and numbers, from which an exponent is easier to read
+
+
+def decimals_of(each: ScoreInterval) -> int:
+    """Return the decimals of a score: two digits of its interval, and at most four of its value.
+
+    >>> decimals_of(ScoreInterval(0.12345, 0.1, 0.15, 0.01)), decimals_of(ScoreInterval(0.8117, 0.81169, 0.81171, 1e-5))
+    (3, 4)
+    """
+    half, largest = max(each.high - each.value, each.value - each.low), max(map(abs, (each.value, each.low, each.high)))
+    first_digit = lambda value: math.floor(math.log10(value)) if 0 < value < math.inf else 0
+    return max(0, min(1 - first_digit(half), 3 - first_digit(largest)) if half > 0 else 3 - first_digit(largest))
+
+
+def interval_parts(each: ScoreInterval, decimals: int | None = None, size: float = 0.0) -> tuple[str, str, str]:
+    """Return a score and both ends of its interval as text.
+
+    Args:
+        each: The score.
+        decimals: How many; those that its interval allows if None.
+        size: For a difference, the size of the scores: below a ten-thousandth of it, rounding decides, and it is zero.
+
+    >>> interval_parts(ScoreInterval(0.12345, 0.1, 0.15, 0.01))
+    ('0.123', '0.100', '0.150')
+    """
+    values = (each.value, each.low, each.high)
+    if max(map(abs, values)) <= ROUNDING * size:
+        return ("0", "0", "0")
+    decimals = decimals_of(each) if decimals is None else decimals
+    nearest = min(abs(each.low), abs(each.high)) if each.low * each.high > 0 and size else math.inf
+    while decimals < SEVERAL and nearest < 0.5 * 10**-decimals:  # an interval on one side of zero is shown as such
+        decimals += 1
+    form = f".{decimals}f" if decimals <= SEVERAL and max(map(abs, values)) < LARGE else ".3g"
+    texts = (format(value, form) for value in values)
+    a, b, c = (text if text.strip("-0.") else text.removeprefix("-") for text in texts)
+    return a, b, c
+
+
+def interval_text(each: ScoreInterval, decimals: int | None = None, size: float = 0.0) -> str:
+    """Return a score with its interval as text; see ``interval_parts``.
+
+    >>> interval_text(ScoreInterval(-0.07262, -0.1461, -0.00442, 0.04))
+    '-0.073 [-0.146, -0.004]'
+    """
+    value, low, high = interval_parts(each, decimals, size)
+    return f"{value} [{low}, {high}]"
+
+
+def align_columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return the rows of a table as lines with columns of equal width, the first ``left`` columns flush left.
+
+    >>> align_columns([("score", "value"), ("nll", "0.5")])
+    ['score  value', 'nll      0.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = lambda i, cell: cell.ljust(widths[i]) if i < left else cell.rjust(widths[i])
+    return ["  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def json_values(value: Any) -> Any:
+    """Return a value as JSON can hold it: tensors become lists, paths become text, numbers that are not finite None.
+
+    >>> json_values({"mean": torch.tensor([1.0, float("inf")]), "out": Path("net.lapwing")})
+    {'mean': [1.0, None], 'out': 'net.lapwing'}
+    """
+    if isinstance(value, Tensor):
+        return json_values(value.detach().tolist())
+    if isinstance(value, Mapping):
+        return {str(name): json_values(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(value: Any, path: str | Path) -> None:
+    """Write plain values as JSON, whole or not at all.
+
+    Raises:
+        FileError: If the file cannot be written.
+    """
+    PATH.check("path", path)
+    write_atomically(path, [json.dumps(value, indent=1, allow_nan=False).encode()])
 
 
 PLAIN = "plain network"
@@ -477,13 +556,8 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return all scores as plain values, which JSON holds."""
-        rows = {
-            row.name: {
-                **{k: v for k, v in asdict(row).items() if k not in ("name", "inputs", "unit")},
-                "verdict": row.verdict,
-            }
-            for row in self.rows
-        }
+        kept = lambda row: {k: v for k, v in asdict(row).items() if k not in ("name", "inputs", "unit")}
+        rows = {row.name: {**kept(row), "verdict": row.verdict} for row in self.rows}
         facts = {"task": self.task, "inputs": self.inputs, "data": self.data, "level": self.level}
         times = {"seconds": self.seconds, "plain_seconds": self.plain_seconds}
         classes = [{**asdict(row), "verdict": row.verdict} for row in self.classes]

@@ -6,7 +6,7 @@ Sets of classes and intervals of numbers are those of split conformal prediction
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,8 @@ from lapwing.data.inputs import Inputs
 from lapwing.data.known_rows import Sketching
 from lapwing.decisions.collecting import (
     VOID,
-    GroupNumbers,
     LabelledBatch,
-    RowGroups,
     as_batches,
-    group_numbers,
-    grouped_rows,
     input_batches,
     refuse_tokens,
     rows_of,
@@ -32,7 +28,8 @@ from lapwing.decisions.collecting import (
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.metrics import RiskCoverage, risk_coverage
 from lapwing.predictives.base import LabelPredictive, NumberPredictive, Predictive
-from lapwing.runtime.settings import NONE, PROBABILITY, integer, one_of
+from lapwing.predictives.scores import Scoring
+from lapwing.runtime.settings import NONE, PROBABILITY, Rule, integer, one_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,6 +74,88 @@ class Coverage:
     size: float  # mean number of classes, or mean width
     count: int  # inputs
     by_group: dict[int, float] = field(default_factory=dict)  # the share in each group
+
+
+GROUPS = Rule(
+    "a function from a batch of inputs to group numbers (B,), or the group numbers (N,) of all data",
+    lambda v: v is None or callable(v) or torch.as_tensor(v).ndim == 1,
+    DataError,
+)
+
+GroupNumbers = list[int] | None  # the group of each row; None without groups
+
+
+class RowGroups:
+    """The groups of the rows of one pass, batch by batch.
+
+    Args:
+        given: A function, the numbers of all rows, or None.
+    """
+
+    def __init__(self, given: Any) -> None:
+        GROUPS.check("groups", given)
+        self._given, self._count, self._found = given, 0, list[int]()
+
+    def of(self, inputs: Inputs, count: int) -> GroupNumbers:
+        """Return the groups of the next ``count`` rows; raise if there are fewer numbers than rows."""
+        if self._given is None:
+            return None
+        if callable(self._given):
+            found = group_numbers(self._given(inputs), count)
+        else:
+            numbers = torch.as_tensor(self._given)[self._count : self._count + count]
+            if len(numbers) < count:
+                raise DataError(
+                    f"groups have the shape {tuple(torch.as_tensor(self._given).shape)}, and the data have more rows; "
+                    "expected one number for each, rows with an ignored target included."
+                )
+            found = group_numbers(numbers, count)
+        self._found += found
+        self._count += count
+        return found
+
+    def whole(self) -> Tensor | None:
+        """Return the groups of all rows; raise if there are more numbers than rows."""
+        if self._given is None:
+            return None
+        return torch.tensor(self._found if callable(self._given) else group_numbers(self._given, self._count))
+
+
+def grouped_rows(
+    posterior: Fitted,
+    data: Iterable[object],
+    number: Callable[[Any, LabelledBatch, GroupNumbers], Tensor],
+    groups: Any,
+    **keys: Any,
+) -> tuple[Tensor, Tensor | None, Scoring[Any]]:
+    """Return ``number(predictive, batch, groups)`` of all rows whose target counts, and the groups of these rows.
+
+    ``keys`` are those of ``rows_of``, which this extends.
+    """
+    members, count = RowGroups(groups), 0
+
+    def add_place(predictive: Any, batch: LabelledBatch) -> Tensor:
+        nonlocal count
+        values = number(predictive, batch, members.of(batch.inputs, len(batch.targets))).double().cpu()
+        place = torch.arange(count, count + len(values), dtype=torch.float64)
+        count += len(values)
+        return torch.cat([values, place.unsqueeze(1)], 1)
+
+    rows, scoring = rows_of(posterior, data, add_place, **keys)
+    whole = members.whole()
+    return rows[:, :-1], None if whole is None else whole[rows[:, -1].long()], scoring
+
+
+def group_numbers(given: Any, count: int) -> list[int]:
+    """Return group numbers as a list; raise unless they are ``count`` whole numbers."""
+    numbers = torch.as_tensor(given)
+    if numbers.shape != (count,) or numbers.is_floating_point() or numbers.is_complex():
+        raise DataError(
+            f"groups have the shape {tuple(numbers.shape)} and dtype {numbers.dtype}; expected ({count},) whole "
+            "numbers, the group of each input."
+        )
+    listed: list[int] = numbers.tolist()
+    return [int(number) for number in listed]
 
 
 @dataclass(frozen=True, eq=False)

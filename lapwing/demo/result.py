@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import lapwing
-from lapwing.decisions.collecting import align_columns
+from lapwing.decisions.evaluation import align_columns
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -62,8 +62,7 @@ class Result:
 
 def plain(settings: DataclassInstance) -> dict[str, Any]:
     """Return a settings dataclass as JSON would give it back: tuples become lists, paths become text."""
-    fields: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
-    return fields
+    return json.loads(json.dumps(asdict(settings), default=str))
 
 
 def mean_scores(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:

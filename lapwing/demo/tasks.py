@@ -16,7 +16,6 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 import lapwing as lw
-from lapwing import metrics
 from lapwing.decisions.guarantees import default_score, score_inputs
 from lapwing.demo.result import ExperimentReport, Result, Row, mean_scores, plain, save, share_vertical_range
 from lapwing.demo.training import (
@@ -31,9 +30,6 @@ from lapwing.demo.training import (
     scores,
     train_mlp,
 )
-from lapwing.plots import INK, AnswerProbabilities, fit_frame, new_figure, reliability, shade
-from lapwing.plots import PLAIN as PLAIN_COLOUR
-from lapwing.plots import POSTERIOR as POSTERIOR_COLOUR
 from lapwing.predictives.base import LabelPredictive
 
 if TYPE_CHECKING:
@@ -118,9 +114,9 @@ def _label_scores(
     by = default_score(posterior)
     return {
         "NLL": -float(predictive.log_prob(y).mean()),
-        "ECE": metrics.ece(predictive.probs, y),
-        "accuracy": metrics.accuracy(predictive.probs, y),
-        "AUROC": metrics.auroc(*(score_inputs(posterior, each, by, None, False) for each in (x, strange))),
+        "ECE": lw.metrics.ece(predictive.probs, y),
+        "accuracy": lw.metrics.accuracy(predictive.probs, y),
+        "AUROC": lw.metrics.auroc(*(score_inputs(posterior, each, by, None, False) for each in (x, strange))),
     }
 
 
@@ -129,11 +125,11 @@ def draw_reliability(axis: Axes, result: Result, task: str, names: Sequence[str]
     drawn, title = {}, [f"{task}:"]
     for name in names:
         confidence, right = (torch.tensor(result.arrays[f"{task}/{name}/{key}"]) for key in ("confidence", "correct"))
-        drawn[name] = AnswerProbabilities(confidence, right, of_classes=True)
+        drawn[name] = lw.plots.AnswerProbabilities(confidence, right, of_classes=True)
         title.append(
             f"{name} {100 * float(confidence.mean()):.0f} % confident, {100 * float(right.mean()):.0f} % right"
         )
-    reliability(drawn, bins=BINS, ax=axis)
+    lw.plots.reliability(drawn, bins=BINS, ax=axis)
     axis.set_title("\n".join(title), fontsize=10)
 
 
@@ -279,19 +275,19 @@ def curve(x: Tensor) -> Tensor:
 def draw_bands(axis: Axes, result: Result, name: str) -> None:
     """Draw the data, the true curve, and the 95 % intervals of one way to predict."""
     arrays = result.arrays
-    colour = PLAIN_COLOUR if name == PLAIN else POSTERIOR_COLOUR
+    colour = lw.plots.PLAIN if name == PLAIN else lw.plots.POSTERIOR
     grid, low, high = (arrays[key] for key in ("grid", f"{name}/low", f"{name}/high"))
-    shade(axis, grid, low, high, color=colour, label="95 % interval")
-    axis.plot(grid, arrays["truth"], color=INK, linestyle=":", linewidth=1.6, label="truth")
+    lw.plots.shade(axis, grid, low, high, color=colour, label="95 % interval")
+    axis.plot(grid, arrays["truth"], color=lw.plots.INK, linestyle=":", linewidth=1.6, label="truth")
     axis.set(xlabel="x", ylabel="y", xlim=(min(grid), max(grid)))
-    fit_frame(axis, torch.tensor(low + high), torch.tensor(arrays["x"]), torch.tensor(arrays["y"]))
+    lw.plots.fit_frame(axis, torch.tensor(low + high), torch.tensor(arrays["x"]), torch.tensor(arrays["y"]))
     row = next(row for row in result.rows if (row.group, row.name) == ("in the gap", name))
     axis.set_title(f"{name}\n{100 * row.scores['coverage 95 %']:.0f} % of new data in the gap are inside", fontsize=10)
 
 
 def draw_overview(digits: Result, bands: Result, path: Path) -> None:
     """Draw intervals around a curve with a gap in the data, and how often two classifiers of noisy digits are right."""
-    figure, axes = new_figure(1, 3, (13.6, 4.4), widths=(1.1, 1.1, 1))
+    figure, axes = lw.plots.new_figure(1, 3, (13.6, 4.4), widths=(1.1, 1.1, 1))
     for axis, name in zip(axes[0], (PLAIN, DEFAULT), strict=False):
         draw_bands(axis, bands, name)
     share_vertical_range(axes[0, :2])

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing import metrics
 from lapwing.predictives.base import NumberPredictive
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
@@ -204,10 +203,10 @@ def scores(predicted: dict[str, Tensor], y: Tensor) -> dict[str, float]:
     mean, low, high = (predicted[name] for name in ("mean", "low", "high"))
     return {
         "NLL": -float(predicted["log_density"].mean()),
-        "RMSE": metrics.rmse(mean, y),
+        "RMSE": lw.metrics.rmse(mean, y),
         "CRPS": float(predicted["crps"].mean()),
-        "coverage 95 %": metrics.coverage(low, high, y),
-        "width": metrics.interval_width(low, high),
+        "coverage 95 %": lw.metrics.coverage(low, high, y),
+        "width": lw.metrics.interval_width(low, high),
     }
 
 

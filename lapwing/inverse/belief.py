@@ -14,13 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.inverse.problem import InverseProblem, Observation
-from lapwing.linalg.krylov import (
-    RandomisedEigenpairs,
-    block_conjugate_gradients,
-    lanczos_quadrature,
-    random_signs,
-    randomised_eigenpairs,
-)
+from lapwing.linalg import krylov
 from lapwing.linalg.operators import TINY, Solution
 from lapwing.runtime.memory import budget, chunks
 from lapwing.runtime.threads import normal_rows
@@ -43,9 +37,9 @@ class ClassMatrices:
         observation, prior = problem.observation, problem.prior
         with torch.no_grad():
             if not image:
-                return cls(_finite(prior.class_grams(problem.rows(observation, "rows of A J"))))
+                return cls(_finite(prior.class_grams(observation.rows, problem.rows(observation, "rows of A J"))))
             pixels = Observation(None, observation.size, observation.size)
-            matrices = _finite(prior.class_grams(problem.rows(pixels, "rows of J")))
+            matrices = _finite(prior.class_grams(pixels.rows, problem.rows(pixels, "rows of J")))
             if observation.operator is None:
                 return cls(matrices, matrices)
             return cls(torch.stack([observation.sandwich(matrix) for matrix in matrices]), matrices)
@@ -58,8 +52,7 @@ class ClassMatrices:
 
     def deviance(self, residual: Tensor, coefficients: Tensor, noise: Tensor) -> Tensor:
         """Return rᵀ K⁻¹ r + log det K for ``covariance`` K and r (dy,), differentiable once in the last two."""
-        value: Tensor = _Deviance.apply(residual, coefficients, noise, self)
-        return value
+        return _Deviance.apply(residual, coefficients, noise, self)
 
 
 def _finite(matrices: Tensor) -> Tensor:
@@ -126,7 +119,7 @@ class Solves:
     """
 
     logdet: Tensor
-    error: float
+    error: float  # the standard error of the log-determinant over the probes
     left: Tensor
     right: Tensor
     a: Tensor
@@ -144,17 +137,19 @@ class MatrixFreeSolver:
 
     problem: InverseProblem
     noise: Tensor
-    pairs: RandomisedEigenpairs
+    pairs: krylov.RandomisedEigenpairs
     seed: int
 
     @classmethod
     def of(
-        cls, problem: InverseProblem, noise: Tensor, seed: int, pairs: RandomisedEigenpairs | None = None
+        cls, problem: InverseProblem, noise: Tensor, seed: int, pairs: krylov.RandomisedEigenpairs | None = None
     ) -> MatrixFreeSolver:
         """Return the solver; without eigenpairs they cost two products of up to 210 rows."""
         rows, generator = problem.observation.rows, torch.Generator().manual_seed(seed)
         if pairs is None:
-            pairs = randomised_eigenpairs(problem.kernel, rows, min(RANK, rows), generator, problem.network.device)
+            pairs = krylov.randomised_eigenpairs(
+                problem.kernel, rows, min(RANK, rows), generator, problem.network.device
+            )
         return cls(problem, noise, pairs, seed)
 
     @cached_property
@@ -168,7 +163,7 @@ class MatrixFreeSolver:
     def solve(self, rhs: Tensor) -> Solution:
         """Return K⁻¹ b for every row b; raise unless all residuals reach the tolerance."""
         parts = [
-            block_conjugate_gradients(
+            krylov.block_conjugate_gradients(
                 self.product,
                 part,
                 root=lambda rows: self.pairs.power(rows, self._shift, -0.5),
@@ -186,25 +181,20 @@ class MatrixFreeSolver:
         Lanczos quadrature. The gradient is the mean of (K⁻¹ P^½ z)ᵀ ∂K (P^-½ z) over the same probes z. The quadratic
         form is the largest value of 2 rᵀ a - aᵀ K a, at a = K⁻¹ r: what the solve misses enters squared.
         """
-        solves, prior = self._solves, self.problem.prior
+        solves, prior = self.solves, self.problem.prior
         slope = (solves.weights_left * prior.multiply(solves.weights_right)).sum(1).mean()
         slope = slope + self.noise * (solves.left * solves.right).sum(1).mean()
         logdet = solves.logdet + slope - slope.detach()
         length = solves.weights_a @ prior.multiply(solves.weights_a) + self.noise * (solves.a @ solves.a)
         return logdet + 2 * (self.problem.prior_residual @ solves.a) - length
 
-    @property
-    def logdet_error(self) -> float:
-        """The standard error of the log-determinant over the probes; the quadratic form has none."""
-        return self._solves.error
-
     @cached_property
-    def _solves(self) -> Solves:
+    def solves(self) -> Solves:
         problem, shift = self.problem, self._shift
         probes = self._probes()
         with torch.no_grad():
             root = lambda rows: self.pairs.power(rows, shift, -0.5)
-            quadrature = lanczos_quadrature(lambda v: root(self.product(root(v))), probes, STEPS)
+            quadrature = krylov.lanczos_quadrature(lambda v: root(self.product(root(v))), probes, STEPS)
             each = quadrature.ends(lambda nodes: nodes.clamp_min(TINY).log())[1]  # the rule without a node at zero
             right_sides = torch.cat([self.pairs.power(probes, shift, 0.5), problem.prior_residual[None]])
             solved, right = self.solve(right_sides).x, root(probes)  # all share one Krylov space
@@ -227,7 +217,7 @@ class MatrixFreeSolver:
         rows, device = self.problem.observation.rows, self.problem.network.device
         if rows <= PROBES:
             return math.sqrt(rows) * torch.eye(rows, dtype=torch.float64, device=device)
-        return random_signs(PROBES, rows, torch.Generator().manual_seed(self.seed + 1), device)
+        return krylov.random_signs(PROBES, rows, torch.Generator().manual_seed(self.seed + 1), device)
 
 
 VARIANCE_SAMPLES = 1024  # draws from which variances are estimated where the covariance is too large
@@ -243,7 +233,7 @@ class InverseBelief:
     noise: Tensor  # σ², a scalar
     classes: ClassMatrices | None
     seed: int
-    pairs: RandomisedEigenpairs | None
+    pairs: krylov.RandomisedEigenpairs | None
 
     @cached_property
     def matrix_free(self) -> MatrixFreeSolver:
@@ -298,7 +288,7 @@ class InverseBelief:
             return weighted_sum(self.classes.image, self.problem.prior.coefficients().detach())
         size = self.problem.network.size
         with torch.no_grad():
-            return self.problem.prior.gram(self.problem.rows(Observation(None, size, size), "rows of J"))
+            return self.problem.prior.gram(size, self.problem.rows(Observation(None, size, size), "rows of J"))
 
     @cached_property
     def whitened_cross(self) -> Tensor:

@@ -269,7 +269,7 @@ class InversePosterior(Tunable):
     @property
     def evidence_error(self) -> float:
         """The standard error of ``log_evidence``; zero where it is computed and not estimated."""
-        return 0.0 if self.classes is not None else 0.5 * self.belief.matrix_free.logdet_error
+        return 0.0 if self.classes is not None else 0.5 * self.belief.matrix_free.solves.error
 
     @outside_autocast
     @outside_inference

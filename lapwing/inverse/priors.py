@@ -178,7 +178,7 @@ class ClassCovariance:
         """
         raise NotImplementedError
 
-    def class_grams(self, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
+    def class_grams(self, n: int, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Return the fixed matrices R S_c Rᵀ, (classes, n, n) in float64, for n rows R over the weights, by pieces.
 
         Each piece is the name of a parameter and rows (n, m) over all of its entries, or over the entries of some of
@@ -186,13 +186,10 @@ class ClassCovariance:
         count as zero. Products of float32 rows are in float64 too: rounding would else make the weighted sum of the
         matrices indefinite. Cost: for a 3 × 3 kernel as much as 28 products (n, F) by (F, n), with F filters.
         """
-        total: Tensor | None = None
+        total = self.values.new_zeros(len(self.class_blocks), n, n)
         for part, rows in self._parts_of(pieces):
-            if total is None:
-                total = rows.new_zeros(len(self.class_blocks), len(rows), len(rows), dtype=torch.float64)
             for some in part.in_double(rows):
                 part.grid.add_grams(some, [total[number] for number in part.classes])
-        assert total is not None, "at least one piece"
         for number in self._halved:
             total[number] += total[number].mT.clone()
         return total
@@ -208,16 +205,13 @@ class ClassCovariance:
         parts = dict(zip(self.selection.names, self.parts, strict=True))
         return ((parts[name], rows) for name, rows in pieces)
 
-    def gram(self, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
+    def gram(self, n: int, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Return R Σ Rᵀ (n, n) in float64 for these hyperparameters; pieces as for ``class_grams``."""
-        total, coefficients = None, self.coefficients().detach()
+        total, coefficients = self.values.new_zeros(n, n), self.coefficients().detach()
         for part, rows in self._parts_of(pieces):
-            if total is None:
-                total = rows.new_zeros(len(rows), len(rows), dtype=torch.float64)
             matrix = part.grid.matrix(coefficients[list(part.classes)])
             for some in part.in_double(rows):
                 total.addmm_((some @ matrix.to(some)).flatten(1), some.flatten(1).mT)
-        assert total is not None, "at least one piece"
         return 0.5 * (total + total.mT)
 
     def class_lengths(self, pieces: Iterable[tuple[str, Tensor]]) -> Tensor:
@@ -417,16 +411,14 @@ class BoundFilterGP(ClassCovariance):
         # A graph to the values is not kept: it may be used once, and a call without gradients would keep none.
         return self._compute() if self.values.requires_grad else self._kept_matrices
 
-    @cached_property
-    def _kept_matrices(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return self._compute()
-
     def _compute(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return covariances and factors; parameters with equal ones share them."""
         coefficients = self.coefficients()
         matrices = {part: part.grid.matrix(coefficients[list(part.classes)]) for part in dict.fromkeys(self.parts)}
         roots = {part: cholesky(matrix, "a filter under filter_gp()") for part, matrix in matrices.items()}
         return tuple(matrices[part] for part in self.parts), tuple(roots[part] for part in self.parts)
+
+    _kept_matrices = cached_property(_compute)
 
     def _filters(self, v: Tensor) -> Iterator[Tensor]:
         """Yield the entries of each parameter as filters, (K, F, taps)."""

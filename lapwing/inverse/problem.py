@@ -101,8 +101,9 @@ class Observation:
         if isinstance(operator, Tensor):
             operator = _matrix_operator(operator, like)
         if isinstance(operator, type) or not isinstance(operator, LinearOperator):
+            seen = f"a {type(operator).__name__}" if hasattr(operator, "__array__") else describe(operator)
             raise DataError(
-                f"the operator is {_describe(operator)}; expected a matrix (dy, {size}), an object with rows, size, "
+                f"the operator is {seen}; expected a matrix (dy, {size}), an object with rows, size, "
                 "like, forward and back, such as lw.linear.OperatorDesign, or None for the identity."
             )
         if operator.like.dtype not in WIDE:
@@ -156,11 +157,6 @@ class Observation:
             return matrix
         outer = self.forward(self.forward(matrix).mT)
         return 0.5 * (outer + outer.mT)
-
-
-def _describe(operator: object) -> str:
-    """Describe a value that is not an operator; an array by its type alone."""
-    return f"a {type(operator).__name__}" if hasattr(operator, "__array__") else describe(operator)
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,8 +342,7 @@ class ImageTangent:
 def select_weights(model: nn.Module, weights: Weights | None) -> Selection:
     """Return the selection; by default the weights of convolution layers, or all weights if there are none."""
     if weights is None:
-        names = _kernels(model) or AllWeights().needs(model)
-        return make_selection(model, names)
+        return make_selection(model, _kernels(model) or AllWeights().needs(model))
     if not isinstance(weights, AllWeights | Named):
         raise ModelError(
             f"weights is {weights!r:.80}; expected lw.all_weights, lw.named(pattern), or None for the weights of "
@@ -405,7 +400,7 @@ def _tensor(out: object) -> Tensor:
     return out
 
 
-def _output(module: nn.Module, inputs: Inputs) -> Tensor:
+def _output(module: BatchCall, inputs: Inputs) -> Tensor:
     """Return the output of the model; raise if it refuses the input or its numbers are not finite."""
     try:
         with torch.no_grad():
@@ -413,7 +408,7 @@ def _output(module: nn.Module, inputs: Inputs) -> Tensor:
     except (DataError, ModelError):
         raise
     except CALL_ERRORS as error:
-        do = advice(getattr(module, "inner", module), inputs, error)
+        do = advice(module.inner, inputs, error)
         raise InputError(f"the model raises {type(error).__name__}: {error}. {do}") from error
     check_finite(out, "outputs of the network")
     return out
@@ -499,16 +494,14 @@ class InverseProblem:
         for number, group in enumerate(groups, 1):
             names = tuple(dict.fromkeys(name for name, _ in group))
             pull = network.pullback(names)
-            counts = {name: _filters(network.parameters[name]) for name in names}
-            sizes = {name: network.parameters[name].numel() // counts[name] for name in names}
-            pieces = [network.f.new_empty(n, sizes[name] * (part.stop - part.start)) for name, part in group]
+            filters = {name: _by_filter(network.parameters[name]) for name in names}
+            pieces = [network.f.new_empty(n, filters[name][part].numel()) for name, part in group]
             chunks = list(network.chunks(n, names))
             of = f" {number}/{len(groups)}" if len(groups) > 1 else ""
             for chunk in ProgressBar(chunks, f"{label}{of}", is_showing()):
                 grads = pull(observation.basis(chunk, network.f))
                 for piece, (name, part) in zip(pieces, group, strict=True):
-                    rows = grads[name].reshape(len(piece[chunk]), counts[name], sizes[name])
-                    piece[chunk] = rows[:, part].flatten(1)
+                    piece[chunk] = grads[name].reshape(-1, *filters[name].shape)[:, part].flatten(1)
                 del grads
             del pull
             for name, _ in group:
@@ -521,8 +514,7 @@ class InverseProblem:
         group: list[tuple[str, slice]] = []
         taken = 0
         for name, parameter in network.parameters.items():
-            count = _filters(parameter)
-            each = parameter.numel() // count
+            count, each = _by_filter(parameter).shape
             step = max(1, min(count, room // each))
             for start in range(0, count, step):
                 part = slice(start, min(count, start + step))
@@ -535,9 +527,9 @@ class InverseProblem:
         yield group
 
 
-def _filters(parameter: Tensor) -> int:
-    """Return the number of slices along the first dimension."""
-    return parameter.shape[0] if parameter.ndim else 1
+def _by_filter(parameter: Tensor) -> Tensor:
+    """Return the entries of the slices along the first dimension, (F, entries)."""
+    return parameter.reshape(parameter.shape[0] if parameter.ndim else 1, -1)
 
 
 def bound_prior(given: Prior | float, tangent: ImageTangent) -> ClassCovariance:

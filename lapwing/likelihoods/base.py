@@ -15,11 +15,10 @@ from lapwing.errors import DataError, ModelError, UnsupportedError
 from lapwing.predictives.base import Predictive
 from lapwing.predictives.views import as_images
 from lapwing.runtime.settings import HasSettings
-from lapwing.runtime.states import Either, Flag, Later, ListOf, Real, State, Stored, state_of, values_from
+from lapwing.runtime.states import Flag, Later, State, Stored, state_of, values_from
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 
 LOSS_WEIGHTS = ("class_weights", "pos_weight")  # settings that weight the loss
-OFFSET = Later(Either(Real(), ListOf(Real(), 1), ListOf(Real(), "C")))  # of logits, in files
 Numbers = float | tuple[float, ...] | Tensor  # one for all outputs, or one for each
 S = TypeVar("S", bound="LogitLikelihood")
 B = TypeVar("B", FunctionGaussian, FunctionSamples)
@@ -282,7 +281,7 @@ class LogitLikelihood(Likelihood):
 
     @property
     def logit_offset(self) -> Tensor | None:
-        return offset_of(self.link_offset, None)
+        return offset_of(self.link_offset, self.loss_weights)
 
     def with_more_offset(self: S, offset: Tensor) -> S:
         own = self.link_offset
@@ -326,13 +325,6 @@ def leave_out(expected: str, *operations: str) -> dict[str, str]:
     return dict.fromkeys(operations, advice)
 
 
-def check_offset(likelihood: LogitLikelihood, count: int) -> None:
-    """Raise unless the offset of the logits has one number, or one for each of ``count`` outputs."""
-    size = 1 if likelihood.link_offset is None else torch.as_tensor(likelihood.link_offset).numel()
-    if size not in (1, count):
-        raise DataError(f"{type(likelihood).__name__}: {size} offsets for {count} outputs; expected one for each.")
-
-
 def losses_agree(loss: Tensor, own: Tensor) -> bool:
     """Return whether two mean losses are equal, to half of the digits of the wider rounding."""
     return bool(
@@ -348,22 +340,6 @@ def refuse_other_loss(likelihood: str, loss: Tensor, own: Tensor, remedy: str = 
             f"likelihood has {loss.item():.5g}; expected the same. {remedy}If the model was trained with other "
             "labels or another loss than its own, give batches as (inputs, targets), or wrap it to return its logits."
         )
-
-
-def refuse_unused(likelihood: str, neutral: float = 1, /, **settings: Numbers | None) -> None:
-    """Raise if one of these settings differs from its neutral value: the predictive does not depend on it."""
-    for name, value in settings.items():
-        if value is not None and bool((torch.as_tensor(value) != neutral).any()):
-            raise UnsupportedError(
-                f"{name} of {likelihood} is {value}; expected none, since the predictive log-likelihood, on which "
-                f"FMGP() and VaLLA() with alpha above 0 learn, is not tempered, smoothed or weighted. Use "
-                f"VaLLA(alpha=0), or no {name}."
-            )
-
-
-def divide_by_root(slope: Tensor, weight: Tensor) -> Tensor:
-    """Return the slope of a weighted loss divided by the root of its weight; zero where the weight is."""
-    return torch.where(weight > 0, slope * weight.clamp_min(torch.finfo(weight.dtype).tiny).rsqrt(), 0.0)
 
 
 def match_targets(f: Tensor, y: Tensor, name: str) -> Tensor:
@@ -494,8 +470,7 @@ def energy(likelihood: Likelihood, alpha: float, mean: Tensor, cov: Tensor, y: T
     """
     if alpha == 1:
         refuse_ignored(likelihood, y)
-        log_density: Tensor = likelihood.predict(FunctionGaussian(mean, cov)).log_prob(y)
-        return log_density
+        return likelihood.predict(FunctionGaussian(mean, cov)).log_prob(y)
     if alpha == 0:
         phi = likelihood.dispersion.to(mean)
         root = likelihood.root(mean, y)

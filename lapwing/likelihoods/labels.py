@@ -10,19 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapwing.errors import DataError, ModelError, UnsupportedError
-from lapwing.likelihoods.base import (
-    OFFSET,
-    LogitLikelihood,
-    Numbers,
-    OutputHessian,
-    check_offset,
-    divide_by_root,
-    losses_agree,
-    match_targets,
-    offset_of,
-    refuse_other_loss,
-    refuse_unused,
-)
+from lapwing.likelihoods.base import LogitLikelihood, OutputHessian, losses_agree, match_targets, refuse_other_loss
 from lapwing.predictives.base import Predictive, check_distributions, is_soft
 from lapwing.predictives.labels import (
     BINARY_LINKS,
@@ -51,6 +39,7 @@ from lapwing.runtime.states import MEMBERS, SMALLEST, Admitted, Array, Either, L
 from lapwing.runtime.threads import classes, uniform
 from lapwing.values.gaussian import FunctionGaussian, FunctionSamples
 
+OFFSET = Later(Either(Real(), ListOf(Real(), 1), ListOf(Real(), "C")))  # of logits, in files
 CLASS_WEIGHTS = Maybe(ListOf(Real(0), "C"))  # in files
 AVERAGED = ("pairwise", "mc")  # links that stand for the average softmax; the others were chosen for their formula
 
@@ -61,6 +50,29 @@ CLASS_DIM = Rule(
     "forward returns model(x).transpose(1, 2)",
     lambda v: v is None or (is_integer(v) and v == -1),
 )
+
+
+def check_offset(likelihood: LogitLikelihood, count: int) -> None:
+    """Raise unless the offset of the logits has one number, or one for each of ``count`` outputs."""
+    size = 1 if likelihood.link_offset is None else torch.as_tensor(likelihood.link_offset).numel()
+    if size not in (1, count):
+        raise DataError(f"{type(likelihood).__name__}: {size} offsets for {count} outputs; expected one for each.")
+
+
+def refuse_unused(likelihood: str, neutral: float = 1, /, **settings: object) -> None:
+    """Raise if one of these settings differs from its neutral value: the predictive does not depend on it."""
+    for name, value in settings.items():
+        if value is not None and bool((torch.as_tensor(value) != neutral).any()):
+            raise UnsupportedError(
+                f"{name} of {likelihood} is {value}; expected none, since the predictive log-likelihood, on which "
+                f"FMGP() and VaLLA() with alpha above 0 learn, is not tempered, smoothed or weighted. Use "
+                f"VaLLA(alpha=0), or no {name}."
+            )
+
+
+def divide_by_root(slope: Tensor, weight: Tensor) -> Tensor:
+    """Return the slope of a weighted loss divided by the root of its weight; zero where the weight is."""
+    return torch.where(weight > 0, slope * weight.clamp_min(torch.finfo(weight.dtype).tiny).rsqrt(), 0.0)
 
 
 @saved
@@ -283,12 +295,8 @@ class Categorical(LogitLikelihood):
         return SoftmaxSamples((self.link_input(samples),))
 
     @property
-    def loss_weights(self) -> Numbers | None:
+    def loss_weights(self) -> Tensor | tuple[float, ...] | None:
         return self.class_weights
-
-    @property
-    def logit_offset(self) -> Tensor | None:
-        return offset_of(self.link_offset, self.class_weights)
 
     @property
     def prefers_samples(self) -> bool:
@@ -355,8 +363,7 @@ class Bernoulli(LogitLikelihood):
         return torch.zeros_like(y, dtype=torch.bool) if self.ignore_index is None else y == self.ignore_index
 
     def known_log_prob(self, predictive: Any, y: Tensor) -> Tensor:
-        log_prob: Tensor = predictive.known_log_prob(y, ~self.ignored(y))
-        return log_prob
+        return predictive.known_log_prob(y, ~self.ignored(y))
 
     def check_prediction(self) -> None:
         refuse_unused("Bernoulli", pos_weight=self.pos_weight, temperature=self.temperature)
@@ -398,9 +405,5 @@ class Bernoulli(LogitLikelihood):
         return BinaryPredictive(self.link_input(belief.marginal), self.link)
 
     @property
-    def loss_weights(self) -> Numbers | None:
+    def loss_weights(self) -> float | tuple[float, ...] | Tensor | None:
         return self.pos_weight
-
-    @property
-    def logit_offset(self) -> Tensor | None:
-        return offset_of(self.link_offset, self.pos_weight)

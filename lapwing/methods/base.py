@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -21,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lapwing.curvature.base import EXACT_SEEDS
-from lapwing.curvature.blocks import most_rows
 from lapwing.data.batches import Data
 from lapwing.data.inputs import Inputs, tensors_in
 from lapwing.data.processes import Processes
@@ -102,10 +100,11 @@ MODELS = Rule(
 
 
 def refuse_g_prior(method: Method, prior: BoundPrior) -> None:
-    """Raise for a prior that takes its scale from the curvature, for a method that computes none."""
+    """Raise for a prior that takes its scale from the curvature, for a method that has none when it needs the prior."""
     if prior.needs_curvature:
         raise UnsupportedError(
-            f"a g-prior follows the curvature, which {type(method).__name__}() does not have; use isotropic()."
+            f"a g-prior follows the curvature, which {type(method).__name__}() does not have before its prior; use "
+            "isotropic(), or Kron()."
         )
 
 
@@ -181,7 +180,6 @@ class Conformance:
 
 
 CUBE = 7.0  # multiplications for one in the cube of the size of a matrix whose eigenvectors are computed
-HALVES = 0.625  # share of the multiplications of a Gram matrix that is computed by halves
 NUMBER = 16  # multiplications in the time of writing one number, where an operation does little else
 
 
@@ -239,29 +237,6 @@ def multiplications(call: Callable[[], object]) -> int:
     with MultiplicationCount() as count:
         call()
     return count.products
-
-
-@dataclass(frozen=True)
-class FactorWork:
-    """The work of one Kronecker factor of a linear map."""
-
-    nbytes: int  # sums are float64, rows have the network's dtype
-    directions: int  # parts of its eigenbasis: one for each row, and one for the rest
-    basis: int = 0  # numbers of the eigenbasis; the axes of a diagonal have none
-    cubes: float = 0.0
-    sums: float = 0.0  # multiplications to sum it over all data
-    rotation: int = 0  # multiplications to rotate one vector into the eigenbasis
-    note: str = ""
-
-    @classmethod
-    def of(cls, side: str, size: int, rows: int, summed: float, limit: int, itemsize: int) -> FactorWork:
-        """Return the work for a factor of at most so many rows, the sum of ``summed`` outer products."""
-        if rows <= most_rows(size, limit):
-            numbers = rows * size
-            return cls(itemsize * numbers, rows + 1, numbers, rows**3 + 0.4 * rows**2 * size, 0.0, 2 * numbers)
-        if size <= limit:
-            return cls(8 * size**2, size, size**2, float(size) ** 3, summed * size**2, size**2)
-        return cls(8 * size, size, note=f"{side} factor diagonal: {size:,} > {limit:,}")
 
 
 @dataclass(frozen=True)
@@ -327,90 +302,6 @@ class BlockWork:
         if self.is_shared or self.form is None:
             return outputs**2 * self.size + self.whole(outputs)
         return self.product + outputs**2 * self.ends[1]
-
-
-@dataclass(frozen=True)
-class KroneckerWork:
-    """The work of the Kronecker factors of all linear maps, and of the blocks that are not linear maps."""
-
-    workload: Workload
-    full_limit: int  # entries up to which a block that is not a linear map is a matrix
-    factor_limit: int  # size up to which a factor is a matrix
-
-    @cached_property
-    def factors(self) -> list[tuple[BlockWork, int, FactorWork, FactorWork]]:
-        """The linear maps with their numbers of groups, and the factors of inputs and outputs of a group."""
-        work, factors = self.workload, []
-        kept = self.factor_limit, work.itemsize
-        for block in work.blocks:
-            if block.form is not None:
-                groups, d_out, d_in = block.form
-                uses, seeds = work.data * block.positions, 1 if block.closed else work.seeds
-                counts = FactorWork(8 * d_in, d_in)  # of the rows of a table
-                inp = counts if block.lookup else FactorWork.of("input", d_in, uses, HALVES * uses, *kept)
-                rows = uses * (d_out if block.closed else seeds)
-                # Only half of a matrix is summed, except over positions that lie apart in memory.
-                summed = (1.0 if block.is_shared else HALVES) * uses * seeds
-                factors.append((block, groups, inp, FactorWork.of("output", d_out, rows, summed, *kept)))
-        return factors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all factors, and of the blocks that are not linear maps."""
-        return sum(groups * (inp.nbytes + out.nbytes) for _, groups, inp, out in self.factors) + self._other_bytes
-
-    @property
-    def basis_bytes(self) -> int:
-        """Bytes of the eigenbases and of one eigenvalue for each pair of directions, and of the other blocks."""
-        numbers = sum(
-            groups * (inp.basis + out.basis + inp.directions * out.directions) for _, groups, inp, out in self.factors
-        )
-        return self.workload.itemsize * numbers + self._other_bytes
-
-    @property
-    def _others(self) -> list[int]:
-        return [block.size for block in self.workload.blocks if block.form is None]
-
-    @property
-    def _other_bytes(self) -> int:
-        """Bytes of blocks that are not linear maps: a float64 matrix, or a diagonal in the network's dtype."""
-        item = self.workload.itemsize
-        return sum(8 * size**2 if size <= self.full_limit else item * size for size in self._others)
-
-    @property
-    def sums(self) -> float:
-        """Multiplications that sum all factors and the other blocks, for one datum."""
-        factors = sum(groups * (inp.sums + out.sums) for _, groups, inp, out in self.factors)
-        full = sum(size**2 for size in self._others if size <= self.full_limit)
-        return factors / self.workload.data + self.workload.seeds * full
-
-    @property
-    def cubes(self) -> float:
-        """Cubes of the sizes of all factors and full blocks, which are decomposed."""
-        others = sum(size**3 for size in self._others if size <= self.full_limit) / 3
-        return sum(groups * (inp.cubes + out.cubes) for _, groups, inp, out in self.factors) + others
-
-    def rotation(self, seeds: int, closed: bool = False) -> int:
-        """Return the multiplications that rotate the gradients of a datum into the eigenbases.
-
-        ``closed`` takes the closed form of the last layer.
-        """
-        return sum(
-            groups * block.positions * (inp.rotation + (1 if closed and block.closed else seeds) * out.rotation)
-            for block, groups, inp, out in self.factors
-        )
-
-    @property
-    def once(self) -> Work:
-        """The decompositions, and the weights that predictions of many outputs draw once."""
-        draws = sum(block.size * (block.form[1] + block.form[2]) for block in self.workload.blocks if block.form)
-        return Work(self.workload.pairs * draws, cubes=self.cubes)
-
-    @property
-    def note(self) -> str:
-        """The factors that would be a diagonal; empty if none."""
-        listed = list(dict.fromkeys(side.note for _, _, *sides in self.factors for side in sides if side.note))
-        return "; ".join(listed[:3]) + (f"; and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 def workload_of(network: Network, inputs: Inputs, data: int | None = None) -> Workload:

@@ -19,7 +19,7 @@ from lapwing.errors import DataError, FileError, InputError, NumericalError, Uns
 from lapwing.linalg.dense import symmetrise
 from lapwing.linalg.krylov import block_conjugate_gradients
 from lapwing.linalg.operators import Solution, gram_product
-from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload, refuse_g_prior
 from lapwing.methods.hfl_response import (
     DENSE,
     TOLERANCE,
@@ -553,8 +553,7 @@ class HFL(Method):
 
     def fit(self, problem: Problem, data: Data, generator: torch.Generator | None = None) -> HFLPosterior:
         """Return the posterior of the chosen mode."""
-        if problem.prior.needs_curvature:
-            raise UnsupportedError("HFL() forms no curvature, and g_prior() needs one; use Kron() or Full().")
+        refuse_g_prior(self, problem.prior)
         if self.mode == "linearised":
             return self._fit_linearised(problem, data)
         generator = generator_or_default(generator)

@@ -525,7 +525,9 @@ class Responder:
         """
         pushes = Pushes.of(push, read, torch.zeros(count, self.objective.size).to(self.objective.centre), value)
         first = self._first_order(pushes)
-        floor, most = self._floor(first, pushes.reading), first.rsqrt()
+        size = torch.maximum(pushes.reading.abs().max(), first.sqrt())
+        floor = torch.finfo(first.dtype).eps * size / (self.goal * first)  # λ whose difference is above rounding
+        most = first.rsqrt()
         if strength is not None:
             low, high = float(floor.max()), float(most.min())
             if not low <= strength <= high:
@@ -600,11 +602,6 @@ class Responder:
         residuals, missing = (torch.maximum(*t.chunk(2)) for t in (ends.residuals, ends.missing))
         cov, zero = central_difference(up, down, lam), torch.zeros_like(lam)
         return Response(cov, lam, residuals, missing, zero, bend, zero, ends.steps)
-
-    def _floor(self, first: Tensor, reading: Tensor) -> Tensor:
-        """Return the smallest λ whose difference is above the rounding of readings of this size, (K,)."""
-        size = torch.maximum(reading.abs().max(), first.sqrt())
-        return torch.finfo(first.dtype).eps * size / (self.goal * first)
 
     def respond_alike(self, push: Push, count: int, tolerance: float) -> Response:
         """Return how the weights respond to ``count`` pushes with one λ, divided by four until they converge."""

@@ -22,7 +22,7 @@ from lapwing.errors import FileError, NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood
 from lapwing.linalg import dense
 from lapwing.linalg.stochastic import Inducing
-from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload
+from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload, refuse_g_prior
 from lapwing.networks.network import Network
 from lapwing.networks.selection import Selection
 from lapwing.networks.tangent import LayerJacobians
@@ -370,10 +370,6 @@ class Anchors:
             start += part.batch
         return total
 
-    def at(self, inputs: Inputs) -> Anchors:
-        """Return anchors with the same outputs at other inputs."""
-        return Anchors(self.network, inputs, self.outputs)
-
 
 @dataclass(frozen=True, eq=False)
 class Placement:
@@ -516,7 +512,7 @@ class InducingPoints:
 
     def snapshot(self, moves: Tensor | None) -> InducingPoints:
         """Return the points at their locations after these moves; further steps of the optimiser do not change them."""
-        anchors = self.anchors if moves is None else self.anchors.at(self.move(moves.detach()))
+        anchors = self.anchors if moves is None else replace(self.anchors, inputs=self.move(moves.detach()))
         log_noise = None if self.log_noise is None else self.log_noise.detach().clone()
         return replace(self, anchors=anchors, log_scale=self.log_scale.detach().clone(), log_noise=log_noise)
 
@@ -657,11 +653,7 @@ class ELLA(Method):
             generator: Source of randomness for the landmarks; seed 0 if None.
         """
         network, prior = problem.network, problem.prior
-        if prior.needs_curvature:
-            raise UnsupportedError(
-                "g_prior() takes its scale from the curvature, and ELLA() needs the prior before that; use Kron(), or "
-                "another prior."
-            )
+        refuse_g_prior(self, prior)
         generator = independent_generator(generator)
         placement = Placement(network, DrawnRows.draw(data, self.num_landmarks, generator), generator)
         landmarks = placement.landmarks(self.num_landmarks)
@@ -672,8 +664,7 @@ class ELLA(Method):
         gram, statistics = curvature_within(problem, data, directions, squares)
         if squares is None:
             return WeightPosterior.fitted(problem, SubspaceCurvature(network.selection, directions, gram), statistics)
-        values, basis = dense.eigh(gram)
-        _, singular, vectors = dense.svd((basis * values.clamp_min(0).sqrt()).mT @ rows)
+        _, singular, vectors = dense.svd(_root(gram).mT @ rows)
         part = LowRankCurvature(singular.square(), vectors, network.layout, network.selection)
         diagonal = squares.diagonal(data.processes)
         return WeightPosterior.fitted(problem, BoundedCurvature(part, diagonal), statistics)

@@ -140,15 +140,15 @@ class VariationalDescent:
         refuse_g_prior(settings, prior)
         quiet = replace(data, progress=False)  # there is one progress bar, for the steps
         steps = steps_of_pass(quiet, settings.batch_size)
+        pieces, vector = tuple(selection.slices.values()), prior.vector
         if settings.weight_decay is not None or problem.learn_prior or prior.is_isotropic:
-            return cls(settings, problem, quiet, start, steps, (slice(0, selection.size),))
-        if selection.index is not None:
+            pieces = (slice(0, selection.size),)
+        elif selection.index is not None:
             raise UnsupportedError(
                 f"the prior {type(prior.given).__name__} with single weights; expected isotropic() for a subnetwork, "
                 "or whole parameters."
             )
-        pieces, vector = tuple(selection.slices.values()), prior.vector
-        if any(bool((vector[piece] != vector[piece][0]).any()) for piece in pieces):
+        elif any(bool((vector[piece] != vector[piece][0]).any()) for piece in pieces):
             raise UnsupportedError(
                 f"the prior {type(prior.given).__name__} has several precisions in one parameter; expected one for "
                 "each, as isotropic() and per_layer() have."
@@ -246,7 +246,7 @@ class VariationalDescent:
         if problem.likelihood.learns_dispersion:
             noise = torch.tensor(phi, dtype=torch.float64, device=network.device)
             problem = problem.with_likelihood(problem.likelihood.with_dispersion(noise))
-        if self.settings.weight_decay is None and not problem.learn_prior:
+        if not self._own_decay:
             return problem
         precision = self.start.data * self._decay(phi)[0] / phi
         return problem.with_prior(Isotropic(precision).bound(network.selection, network.theta()))

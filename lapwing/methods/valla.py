@@ -22,7 +22,7 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.likelihoods.base import Likelihood, energy, refuse_energy, refuse_ignored
 from lapwing.linalg.dense import smooth_whitening
 from lapwing.linalg.stochastic import Inducing
-from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload, with_validation
+from lapwing.methods.base import Conformance, Cost, Exactness, Method, Work, Workload, refuse_g_prior, with_validation
 from lapwing.methods.inducing_points import STARTS, InducingPoints, Placement, whitened_rows
 from lapwing.networks.tangent import LayerJacobians
 from lapwing.posteriors.base import Step, Trace
@@ -156,11 +156,7 @@ class VaLLA(Method):
     def _refuse_problem(self, problem: Problem) -> None:
         """Raise if this method cannot fit the likelihood, the prior or the outputs."""
         refuse_energy(problem.likelihood, self.alpha)
-        if problem.prior.needs_curvature:
-            raise UnsupportedError(
-                "g_prior() takes its scale from the curvature, and VaLLA() has no curvature before its points; use "
-                "Kron(), or another prior."
-            )
+        refuse_g_prior(self, problem.prior)
         if self.alpha > 0 and len(problem.network.output_shape) > 1:
             raise UnsupportedError(
                 f"alpha is {self.alpha} for token-level outputs (B, T, C); expected outputs (B, C). Use alpha=0."
@@ -291,8 +287,7 @@ class _Rows:
         """
         few = self.count * each <= int(PIECE_SHARE * budget(self.sweep.network.device))
         if self.kept is None or not self.count or not few:
-            total: Tensor = _Again.apply(moves, self, function, size)
-            return total
+            return _Again.apply(moves, self, function, size)
         return reduce(torch.add, map(function, self))
 
 

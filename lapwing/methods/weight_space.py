@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lapwing.curvature.base import CURVATURES, DEFAULT_DRAWS, Sweep, accumulate, choose_seeds, refuse_open_noise
-from lapwing.curvature.blocks import FACTOR_LIMIT, DiagonalSum
+from lapwing.curvature.blocks import FACTOR_LIMIT, DiagonalSum, most_rows
 from lapwing.curvature.dense import LowRankCurvature, full_curvature, full_hessian
 from lapwing.curvature.kronecker import SHARINGS, blockwise_sum, correct_eigenvalues, kronecker_curvature
 from lapwing.data.batches import Data
@@ -24,18 +24,7 @@ from lapwing.errors import NumericalError, UnsupportedError
 from lapwing.linalg.dense import svd
 from lapwing.linalg.krylov import OVERSAMPLE, leading_eigenpairs
 from lapwing.linalg.operators import gram_product
-from lapwing.methods.base import (
-    HALVES,
-    Conformance,
-    Cost,
-    Exactness,
-    KroneckerWork,
-    Method,
-    Offer,
-    Requirements,
-    Work,
-    Workload,
-)
+from lapwing.methods.base import BlockWork, Conformance, Cost, Exactness, Method, Offer, Requirements, Work, Workload
 from lapwing.posteriors.weight_space import Sums, SumsData, WeightPosterior
 from lapwing.problem import Problem
 from lapwing.runtime.memory import RESULT_FACTOR, batch_size_for, budget, even_chunks
@@ -46,6 +35,7 @@ from lapwing.tangent import NetworkDesign, refuse_unsteady
 ALWAYS = 30_000  # weights that are accepted on every device, 7 GB for each matrix
 MATRICES = 4  # of P² numbers that a fit and its first prediction hold: H, Λ, its factor, and room for the Jacobians
 COLUMNS = 2**16  # weights that are rotated at a time
+HALVES = 0.625  # share of the multiplications of a Gram matrix that is computed by halves
 LIMITS = (FACTOR_LIMIT, 4096, 2048, 1024, 512)  # of factors that ``Auto`` tries, until they are within its budget
 # Multiplications of ``Auto`` for the cube of a matrix's size: ``python -m benchmarks.factors`` measures them.
 DECOMPOSITION = {"cpu": 7, "gpu": 33}
@@ -331,6 +321,113 @@ class Diagonal(SumsData, Method):
     def offer(cls, requirements: Requirements) -> Offer:
         """Return the fallback for weights that are chosen one by one."""
         return Offer(cls(), 3)
+
+
+@dataclass(frozen=True)
+class FactorWork:
+    """The work of one Kronecker factor of a linear map."""
+
+    nbytes: int  # sums are float64, rows have the network's dtype
+    directions: int  # parts of its eigenbasis: one for each row, and one for the rest
+    basis: int = 0  # numbers of the eigenbasis; the axes of a diagonal have none
+    cubes: float = 0.0
+    sums: float = 0.0  # multiplications to sum it over all data
+    rotation: int = 0  # multiplications to rotate one vector into the eigenbasis
+    note: str = ""
+
+    @classmethod
+    def of(cls, side: str, size: int, rows: int, summed: float, limit: int, itemsize: int) -> FactorWork:
+        """Return the work for a factor of at most so many rows, the sum of ``summed`` outer products."""
+        if rows <= most_rows(size, limit):
+            numbers = rows * size
+            return cls(itemsize * numbers, rows + 1, numbers, rows**3 + 0.4 * rows**2 * size, 0.0, 2 * numbers)
+        if size <= limit:
+            return cls(8 * size**2, size, size**2, float(size) ** 3, summed * size**2, size**2)
+        return cls(8 * size, size, note=f"{side} factor diagonal: {size:,} > {limit:,}")
+
+
+@dataclass(frozen=True)
+class KroneckerWork:
+    """The work of the Kronecker factors of all linear maps, and of the blocks that are not linear maps."""
+
+    workload: Workload
+    full_limit: int  # entries up to which a block that is not a linear map is a matrix
+    factor_limit: int  # size up to which a factor is a matrix
+
+    @cached_property
+    def factors(self) -> list[tuple[BlockWork, int, FactorWork, FactorWork]]:
+        """The linear maps with their numbers of groups, and the factors of inputs and outputs of a group."""
+        work, factors = self.workload, []
+        kept = self.factor_limit, work.itemsize
+        for block in work.blocks:
+            if block.form is not None:
+                groups, d_out, d_in = block.form
+                uses, seeds = work.data * block.positions, 1 if block.closed else work.seeds
+                counts = FactorWork(8 * d_in, d_in)  # of the rows of a table
+                inp = counts if block.lookup else FactorWork.of("input", d_in, uses, HALVES * uses, *kept)
+                rows = uses * (d_out if block.closed else seeds)
+                # Only half of a matrix is summed, except over positions that lie apart in memory.
+                summed = (1.0 if block.is_shared else HALVES) * uses * seeds
+                factors.append((block, groups, inp, FactorWork.of("output", d_out, rows, summed, *kept)))
+        return factors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all factors, and of the blocks that are not linear maps."""
+        return sum(groups * (inp.nbytes + out.nbytes) for _, groups, inp, out in self.factors) + self._other_bytes
+
+    @property
+    def basis_bytes(self) -> int:
+        """Bytes of the eigenbases and of one eigenvalue for each pair of directions, and of the other blocks."""
+        numbers = sum(
+            groups * (inp.basis + out.basis + inp.directions * out.directions) for _, groups, inp, out in self.factors
+        )
+        return self.workload.itemsize * numbers + self._other_bytes
+
+    @property
+    def _others(self) -> list[int]:
+        return [block.size for block in self.workload.blocks if block.form is None]
+
+    @property
+    def _other_bytes(self) -> int:
+        """Bytes of blocks that are not linear maps: a float64 matrix, or a diagonal in the network's dtype."""
+        item = self.workload.itemsize
+        return sum(8 * size**2 if size <= self.full_limit else item * size for size in self._others)
+
+    @property
+    def sums(self) -> float:
+        """Multiplications that sum all factors and the other blocks, for one datum."""
+        factors = sum(groups * (inp.sums + out.sums) for _, groups, inp, out in self.factors)
+        full = sum(size**2 for size in self._others if size <= self.full_limit)
+        return factors / self.workload.data + self.workload.seeds * full
+
+    @property
+    def cubes(self) -> float:
+        """Cubes of the sizes of all factors and full blocks, which are decomposed."""
+        others = sum(size**3 for size in self._others if size <= self.full_limit) / 3
+        return sum(groups * (inp.cubes + out.cubes) for _, groups, inp, out in self.factors) + others
+
+    def rotation(self, seeds: int, closed: bool = False) -> int:
+        """Return the multiplications that rotate the gradients of a datum into the eigenbases.
+
+        ``closed`` takes the closed form of the last layer.
+        """
+        return sum(
+            groups * block.positions * (inp.rotation + (1 if closed and block.closed else seeds) * out.rotation)
+            for block, groups, inp, out in self.factors
+        )
+
+    @property
+    def once(self) -> Work:
+        """The decompositions, and the weights that predictions of many outputs draw once."""
+        draws = sum(block.size * (block.form[1] + block.form[2]) for block in self.workload.blocks if block.form)
+        return Work(self.workload.pairs * draws, cubes=self.cubes)
+
+    @property
+    def note(self) -> str:
+        """The factors that would be a diagonal; empty if none."""
+        listed = list(dict.fromkeys(side.note for _, _, *sides in self.factors for side in sides if side.note))
+        return "; ".join(listed[:3]) + (f"; and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 @dataclass(frozen=True)

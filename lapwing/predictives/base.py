@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Distribution, Independent
+from torch import Tensor, distributions
+from torch.distributions import Distribution
 
 from lapwing.errors import DataError, UnsupportedError
 from lapwing.predictives.scores import ClassScoring, LabelScoring, NumberScoring, Scoring
@@ -170,9 +169,9 @@ class ClassPredictive(LabelPredictive):
         return self.log_probs.exp()
 
     @property
-    def distribution(self) -> Categorical:
+    def distribution(self) -> distributions.Categorical:
         """The class of each input as a ``torch.distributions`` object."""
-        return Categorical(probs=self.probs, validate_args=False)
+        return distributions.Categorical(probs=self.probs, validate_args=False)
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return the log-probability of the labels, (B,).
@@ -223,7 +222,7 @@ class MultilabelPredictive(LabelPredictive):
     @property
     def distribution(self) -> Distribution:
         """The labels of one input, each with its own probability, as independent Bernoulli variables."""
-        return Independent(Bernoulli(probs=self.probs, validate_args=False), 1)
+        return distributions.Independent(distributions.Bernoulli(probs=self.probs, validate_args=False), 1)
 
     @staticmethod
     def entropy_of(probs: Tensor) -> Tensor:
@@ -252,11 +251,6 @@ class NumberPredictive(Predictive):
     @property
     def aleatoric_variance(self) -> Tensor:
         """The variance of y that is expected at a known f, which more data would not lower, (B, C)."""
-        raise NotImplementedError
-
-    @property
-    def entropy(self) -> Tensor:
-        """The entropy of y in nats, (B,)."""
         raise NotImplementedError
 
     @property
@@ -331,10 +325,6 @@ class Mixture(Predictive, Generic[P]):
     components: tuple[P, ...]
     weights: Tensor
 
-    def each(self, part: Callable[[P], Tensor]) -> Tensor:
-        """Return a part of every component, (K, ...)."""
-        return torch.cat(self._values(part))
-
     def _values(self, part: Callable[[P], Tensor]) -> list[Tensor]:
         """Return a part of the components, (k, B, ...) each: K leading entries together."""
         return [part(component).unsqueeze(0) for component in self.components]
@@ -377,60 +367,6 @@ class Mixture(Predictive, Generic[P]):
         return out
 
 
-def log_density(z: Tensor, degrees: float) -> Tensor:
-    """Return the log-density of the standard Student distribution; of the normal one for infinite degrees."""
-    if degrees == math.inf:
-        return -0.5 * (z.square() + math.log(2 * math.pi))
-    constant = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
-    return constant - (degrees + 1) / 2 * torch.log1p(z.square() / degrees)
-
-
-def cdf(z: Tensor, degrees: float) -> Tensor:
-    r"""Return the cumulative probability; degrees are an even number, for which it is a finite sum, or infinite.
-
-    With $\theta = \arctan(z/\sqrt\nu)$: $P(|Z| < z) = \sin\theta\,(1 + \tfrac12 \cos^2\theta + \tfrac{1\cdot3}{2\cdot4}
-    \cos^4\theta + \dots)$, ν/2 terms (Abramowitz and Stegun 26.7.4).
-    """
-    if degrees == math.inf:
-        return torch.special.ndtr(z)
-    value = z.double()
-    sine, cosine2 = value / (degrees + value.square()).sqrt(), degrees / (degrees + value.square())
-    term = total = torch.ones_like(value)
-    for k in range(1, int(degrees) // 2):
-        term = term * cosine2 * (2 * k - 1) / (2 * k)
-        total = total + term
-    return (0.5 + 0.5 * sine * total).to(z.dtype)
-
-
-def quantile(cdf: Callable[[Tensor], Tensor], level: float, centre: Tensor, width: Tensor) -> Tensor:
-    """Return y with cdf(y) = level, by doubling a bracket around ``centre`` and then bisecting it to rounding."""
-    PROBABILITY.check("level", level)
-    low, high = centre - width, centre + width
-    for _ in range(200):
-        short, long = cdf(low) > level, cdf(high) < level
-        if not bool((short | long).any()):
-            break
-        low = torch.where(short, centre - 2 * (centre - low), low)
-        high = torch.where(long, centre + 2 * (high - centre), high)
-    for _ in range(60 if centre.dtype == torch.float64 else 30):
-        middle = 0.5 * (low + high)
-        below = cdf(middle) < level
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return 0.5 * (low + high)
-
-
-def whole_quantile(cdf: Callable[[Tensor], Tensor], level: float, reach: Tensor) -> Tensor:
-    """Return the smallest whole numbers, up to ``reach``, whose cumulative probability is at least ``level``."""
-    PROBABILITY.check("level", level)
-    low, high = torch.zeros_like(reach), reach.ceil()
-    for _ in range(int(high.max().log2().item()) + 2):
-        middle = ((low + high) / 2).floor()
-        enough = cdf(middle) >= level
-        high = torch.where(enough, middle, high)
-        low = torch.where(enough, low, middle + 1).minimum(high)
-    return high
-
-
 SUM_TOLERANCE = 1e-3  # by which the sum of a row of soft targets may differ from one, as in half precision
 
 
@@ -469,8 +405,7 @@ def check_labels(y: Any, like: Tensor) -> Tensor:
             "of lw.metrics leave -100 out by themselves."
         )
         raise DataError(f"classes run from {low} to {high}; expected 0..{count - 1}.{advice if low < 0 else ''}")
-    numbers: Tensor = y.to(like.device).long().reshape(*shape, 1)
-    return numbers
+    return y.to(like.device).long().reshape(*shape, 1)
 
 
 def check_numbers(y: object, like: Tensor, one: bool = True, within: tuple[float, float] | None = None) -> Tensor:

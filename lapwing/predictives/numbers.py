@@ -9,28 +9,11 @@ from functools import cached_property
 from typing import ClassVar, TypeVar
 
 import torch
-from torch import Tensor
-from torch.distributions import (
-    Categorical,
-    Distribution,
-    Independent,
-    MixtureSameFamily,
-    MultivariateNormal,
-    Normal,
-    Poisson,
-    StudentT,
-)
+from torch import Tensor, distributions
+from torch.distributions import Distribution
 
 from lapwing.errors import DataError, NumericalError
-from lapwing.predictives.base import (
-    Mixture,
-    NumberPredictive,
-    cdf,
-    check_numbers,
-    log_density,
-    quantile,
-    whole_quantile,
-)
+from lapwing.predictives.base import Mixture, NumberPredictive, check_numbers
 from lapwing.predictives.scores import NumberScoring
 from lapwing.runtime.settings import PROBABILITY, integer
 from lapwing.runtime.threads import normal, poisson
@@ -41,6 +24,60 @@ P = TypeVar("P", bound=NumberPredictive)
 REACH = 14.0  # sinh(14) standard deviations on either side of the mean: nothing is beyond, for Student tails either
 ENTROPY_NODES = 512  # of the entropy's integral
 ENTROPY_DRAWS = 2048  # for the entropy of several outputs
+
+
+def log_density(z: Tensor, degrees: float) -> Tensor:
+    """Return the log-density of the standard Student distribution; of the normal one for infinite degrees."""
+    if degrees == math.inf:
+        return -0.5 * (z.square() + math.log(2 * math.pi))
+    constant = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
+    return constant - (degrees + 1) / 2 * torch.log1p(z.square() / degrees)
+
+
+def cdf(z: Tensor, degrees: float) -> Tensor:
+    r"""Return the cumulative probability; degrees are an even number, for which it is a finite sum, or infinite.
+
+    With $\theta = \arctan(z/\sqrt\nu)$: $P(|Z| < z) = \sin\theta\,(1 + \tfrac12 \cos^2\theta + \tfrac{1\cdot3}{2\cdot4}
+    \cos^4\theta + \dots)$, ν/2 terms (Abramowitz and Stegun 26.7.4).
+    """
+    if degrees == math.inf:
+        return torch.special.ndtr(z)
+    value = z.double()
+    sine, cosine2 = value / (degrees + value.square()).sqrt(), degrees / (degrees + value.square())
+    term = total = torch.ones_like(value)
+    for k in range(1, int(degrees) // 2):
+        term = term * cosine2 * (2 * k - 1) / (2 * k)
+        total = total + term
+    return (0.5 + 0.5 * sine * total).to(z.dtype)
+
+
+def quantile(cdf: Callable[[Tensor], Tensor], level: float, centre: Tensor, width: Tensor) -> Tensor:
+    """Return y with cdf(y) = level, by doubling a bracket around ``centre`` and then bisecting it to rounding."""
+    PROBABILITY.check("level", level)
+    low, high = centre - width, centre + width
+    for _ in range(200):
+        short, long = cdf(low) > level, cdf(high) < level
+        if not bool((short | long).any()):
+            break
+        low = torch.where(short, centre - 2 * (centre - low), low)
+        high = torch.where(long, centre + 2 * (high - centre), high)
+    for _ in range(60 if centre.dtype == torch.float64 else 30):
+        middle = 0.5 * (low + high)
+        below = cdf(middle) < level
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return 0.5 * (low + high)
+
+
+def whole_quantile(cdf: Callable[[Tensor], Tensor], level: float, reach: Tensor) -> Tensor:
+    """Return the smallest whole numbers, up to ``reach``, whose cumulative probability is at least ``level``."""
+    PROBABILITY.check("level", level)
+    low, high = torch.zeros_like(reach), reach.ceil()
+    for _ in range(int(high.max().log2().item()) + 2):
+        middle = ((low + high) / 2).floor()
+        enough = cdf(middle) >= level
+        high = torch.where(enough, middle, high)
+        low = torch.where(enough, low, middle + 1).minimum(high)
+    return high
 
 
 class NumberMixture(Mixture[P], NumberPredictive):
@@ -123,7 +160,7 @@ class CountMixture(NumberMixture["CountPredictive"]):
         return self.average(lambda component: component.cdf(y))
 
     def quantile(self, level: float) -> Tensor:
-        reach = self.each(lambda component: component.reach(20)).amax(0)
+        reach = torch.cat(self._values(lambda component: component.reach(20))).amax(0)
         return whole_quantile(self.cdf, level, reach).to(self.mean)
 
     @cached_property
@@ -206,9 +243,9 @@ class NormalPredictive(NumberPredictive):
     def distribution(self) -> Distribution:
         """The joint distribution of the outputs of one input; a multivariate normal if there are several."""
         if self.mean.shape[-1] == 1:
-            return Independent(Normal(self.mean, self.std, validate_args=False), 1)
+            return distributions.Independent(distributions.Normal(self.mean, self.std, validate_args=False), 1)
         cov = self.belief.cov + torch.diag_embed(self.noise)
-        return MultivariateNormal(self.mean, covariance_matrix=cov, validate_args=False)
+        return distributions.MultivariateNormal(self.mean, covariance_matrix=cov, validate_args=False)
 
     def quantile(self, level: float) -> Tensor:
         PROBABILITY.check("level", level)
@@ -219,8 +256,7 @@ class NormalPredictive(NumberPredictive):
         return torch.special.ndtr((check_numbers(y, self.mean) - self.mean) / self.std)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        out: Tensor = self.distribution.log_prob(check_numbers(y, self.mean, one=False))
-        return out
+        return self.distribution.log_prob(check_numbers(y, self.mean, one=False))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         integer().check("n", n)
@@ -229,8 +265,7 @@ class NormalPredictive(NumberPredictive):
 
     @property
     def entropy(self) -> Tensor:
-        out: Tensor = self.distribution.entropy()
-        return out
+        return self.distribution.entropy()
 
     @property
     def known_entropy(self) -> Tensor:
@@ -280,9 +315,9 @@ class StudentPredictive(NumberPredictive):
         return self.widening * self.noise
 
     @property
-    def distribution(self) -> StudentT:
+    def distribution(self) -> distributions.StudentT:
         """The distribution of each output by itself, (B, C)."""
-        return StudentT(self.degrees, self.mean, self.width, validate_args=False)
+        return distributions.StudentT(self.degrees, self.mean, self.width, validate_args=False)
 
     @cached_property
     def width(self) -> Tensor:
@@ -394,10 +429,10 @@ class CountPredictive(NumberPredictive):
     def distribution(self) -> Distribution:
         """The counts of one input as a mixture of Poisson distributions over the nodes of the quadrature."""
         nodes, weights = normal_nodes(self.belief)
-        mixture = Categorical(probs=weights.expand(nodes.shape), validate_args=False)
-        return Independent(
-            MixtureSameFamily(mixture, Poisson(nodes.exp(), validate_args=False), validate_args=False), 1
-        )
+        each = distributions.Poisson(nodes.exp(), validate_args=False)
+        shares = distributions.Categorical(probs=weights.expand(nodes.shape), validate_args=False)
+        mixture = distributions.MixtureSameFamily(shares, each, validate_args=False)
+        return distributions.Independent(mixture, 1)
 
     def log_prob(self, y: Tensor) -> Tensor:
         y = check_numbers(y, self.mean, one=False, within=(0, math.inf)).unsqueeze(-1)

@@ -20,12 +20,7 @@ from lapwing.runtime.settings import POSITIVE
 from lapwing.values.arrays import mean_of_ties
 
 if TYPE_CHECKING:
-    from lapwing.predictives.base import (
-        ClassPredictive,
-        MultilabelPredictive,
-        NumberPredictive,
-        Predictive,
-    )
+    from lapwing.predictives.base import ClassPredictive, MultilabelPredictive, NumberPredictive, Predictive
 
 P = TypeVar("P", bound="Predictive")
 
@@ -154,8 +149,8 @@ class Numbers:
         return values.new_zeros(self.inputs, values.shape[1]).index_add_(0, self.owner, values)
 
     def mean(
-        self, name: str, values: Tensor, of: Callable[[Tensor], Tensor] | None = None, *, share: Tensor | None = None,
-        **more: Any,
+        self, name: str, values: Tensor, of: Callable[[Tensor], Tensor] = lambda means: means[:, 0], *,
+        share: Tensor | None = None, **more: Any,
     ) -> MeanScore:  # fmt: skip
         """Return the score that is a function of the means of values (M,) or (M, K); by default their mean.
 
@@ -164,7 +159,7 @@ class Numbers:
         values = values.unsqueeze(1) if values.ndim == 1 else values
         weight = torch.ones_like(values[:, :1]) if share is None else share.unsqueeze(1)
         counts = self.sum_by_input(weight).squeeze(1)
-        return MeanScore(name, self.sum_by_input(weight * values), counts, _first if of is None else of, **more)
+        return MeanScore(name, self.sum_by_input(weight * values), counts, of, **more)
 
     def classwise(self) -> MeanScore | None:
         """Return the calibration error of each class by itself, averaged over classes; None for many classes."""
@@ -190,8 +185,9 @@ class Scoring(Generic[P]):
 
     task: ClassVar[str]  # in words
     columns: ClassVar[tuple[str, ...]]  # the numbers of each datum
-    conformal: ClassVar[tuple[str, ...]]  # the conformal scores that fit, the default first
-    uncertainties: ClassVar[tuple[str, ...]]  # by which answers can be withheld, the default first
+    # The conformal scores that fit, and uncertainties by which answers can be withheld, the default first: of labels.
+    conformal: ClassVar[tuple[str, ...]] = ("adaptive", "threshold")
+    uncertainties: ClassVar[tuple[str, ...]] = ("confidence", "entropy", "mutual_information")
 
     def numbers(self, predictive: P, y: Tensor, known: Tensor, level: float) -> Tensor:
         """Return numbers of each datum, (B, D, K) in float64: D tokens, labels or outputs of an input.
@@ -255,8 +251,6 @@ class ClassScoring(Scoring["ClassPredictive"]):
 
     task: ClassVar[str] = "classes"
     columns: ClassVar[tuple[str, ...]] = ("nll", "correct", "brier", "confidence")
-    conformal: ClassVar[tuple[str, ...]] = ("adaptive", "threshold")
-    uncertainties: ClassVar[tuple[str, ...]] = ("confidence", "entropy", "mutual_information")
 
     def numbers(self, predictive: ClassPredictive, y: Tensor, known: Tensor, level: float) -> Tensor:
         safe = y.masked_fill(~known, 0)
@@ -299,8 +293,6 @@ class LabelScoring(Scoring["MultilabelPredictive"]):
     columns: ClassVar[tuple[str, ...]] = (
         "nll", "correct", "brier", "confidence", "share", "probability", "label",
     )  # fmt: skip
-    conformal: ClassVar[tuple[str, ...]] = ("adaptive", "threshold")
-    uncertainties: ClassVar[tuple[str, ...]] = ("confidence", "entropy", "mutual_information")
 
     def numbers(self, predictive: MultilabelPredictive, y: Tensor, known: Tensor, level: float) -> Tensor:
         probs, y = predictive.probs.double(), y.double().masked_fill(~known, 0)
@@ -445,7 +437,3 @@ def crps(predictive: NumberPredictive, y: Tensor) -> Tensor:
                 total += 0.5 * (high - low) * reach * (before + now)
             before = now
     return total
-
-
-def _first(means: Tensor) -> Tensor:
-    return means[:, 0]

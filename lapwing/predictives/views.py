@@ -112,6 +112,10 @@ class PredictiveView(Predictive, Generic[P]):
         """The targets of one input, or of each pixel (B, H W), as a ``torch.distributions`` object."""
         return super().distribution if self.form is None else self.pixels.distribution
 
+    def log_prob(self, y: Tensor) -> Tensor:
+        y = check_numbers(self.flat(y), self.rows(lambda part: part.mean), one=False)
+        return self.as_data(self.rows_at(lambda part, own: part.log_prob(own), y))
+
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of the targets, (n, B, C), or (n, B, C, H, W) of images."""
         return self.as_outputs(self.rows(lambda part: part.sample(n, generator), 1))
@@ -167,10 +171,6 @@ class LabelView(PredictiveView[MultilabelPredictive], MultilabelPredictive):
     aleatoric = of_data(lambda part: part.aleatoric)
     mutual_information = of_data(lambda part: part.mutual_information)
 
-    def log_prob(self, y: Tensor) -> Tensor:
-        y = check_numbers(self.flat(y), self.rows(lambda part: part.probs), one=False, within=(0, 1))
-        return self.as_data(self.rows_at(lambda part, own: part.log_prob(own), y))
-
     def known_log_prob(self, y: Tensor, known: Tensor) -> Tensor:
         each = lambda part, own, mask: part.known_log_prob(own, mask)
         return self.as_data(self.rows_at(each, self.flat(y), self.flat(known)))
@@ -201,10 +201,6 @@ class NumberView(PredictiveView[NumberPredictive], NumberPredictive):
 
     def quantile(self, level: float) -> Tensor:
         return self.as_outputs(self.rows(lambda part: part.quantile(level)))
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        y = check_numbers(self.flat(y), self.rows(lambda part: part.mean), one=False)
-        return self.as_data(self.rows_at(lambda part, own: part.log_prob(own), y))
 
 
 VIEWS = {"log_probs": ClassView, "probs": LabelView, "quantile": NumberView}  # by the member that tells a contract
@@ -282,7 +278,8 @@ def concat_batches(predictives: Iterable[Predictive], device: torch.device) -> P
     parts: list[Any] = []
     form, kind = None, None
     for predictive in predictives:
-        flat, form = _pixels(predictive), same_form([form, _form(predictive)])
+        flat: Any = predictive.pixels if isinstance(predictive, PredictiveView) else predictive
+        form = same_form([form, _form(predictive)])
         kind = _kind(flat)
         if kind is AveragedClasses:
             parts.append(_Storage(slabs, True).copy(flat))
@@ -356,10 +353,6 @@ def _form(predictive: Predictive) -> ImageForm | None:
     return predictive.form if isinstance(predictive, PredictiveView) else None
 
 
-def _pixels(predictive: Predictive) -> Any:
-    return predictive.pixels if isinstance(predictive, PredictiveView) else predictive
-
-
 def _kind(predictive: Predictive) -> type[Predictive]:
     """Return how predictives of batches are joined: as averages, or by the view that has their contract."""
     kind = AveragedClasses if isinstance(predictive, AveragedClasses) else view_of(predictive)
@@ -409,8 +402,7 @@ class _Storage:
         """Return the value with copies of its tensors; one that is reached twice is copied once."""
         if id(value) not in self._done:
             self._done[id(value)] = (value, self._copy(value))
-        copied: T = self._done[id(value)][1]
-        return copied
+        return self._done[id(value)][1]
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):

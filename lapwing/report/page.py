@@ -17,22 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lapwing import plots
-from lapwing.decisions.collecting import json_values
-from lapwing.decisions.evaluation import Compared, Evaluation, evaluation_of_parts, meaning_of
+from lapwing.decisions.evaluation import Compared, Evaluation, evaluation_of_parts, json_values, meaning_of
 from lapwing.errors import LapwingError, UnsupportedError
-from lapwing.plots import (
-    COLOURS,
-    INK,
-    LEVELS,
-    MOST_LAYERS,
-    EvidenceCurve,
-    Residuals,
-    new_axis,
-    reliability_points,
-    risk_of,
-    thin_rows,
-    trace_with_steps,
-)
 from lapwing.predictives.base import NumberPredictive
 from lapwing.report.verdict import UncertainInputs, cells, find_uncertain_inputs, percent, verdict_of
 from lapwing.runtime.files import refuse_no_folder, write_atomically
@@ -160,7 +146,7 @@ def _draw_pictures(
     numbers: dict[str, Any] = {}
     pictures, learned, missing = [], [], []
     band, each = band_picture(posterior, looked), evaluation.by_network
-    first = _intervals(each) if isinstance(each["posterior"], Residuals) else _reliability(each)
+    first = _intervals(each) if isinstance(each["posterior"], plots.Residuals) else _reliability(each)
     for picture, values in [first, _risk(each), *([] if band is None else [band])]:
         pictures.append(picture)
         numbers[picture.name] = values
@@ -233,8 +219,8 @@ def write_report(
 
 
 # Colours that follow the page, which is light or dark; those of text and lines are the colour of its text.
-VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)}
-VARIABLES |= {INK: "currentColor", "#000000": "currentColor"}
+VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(plots.COLOURS)}
+VARIABLES |= {plots.INK: "currentColor", "#000000": "currentColor"}
 _HEADER = re.compile(r"^.*?<svg[^>]*?viewBox=\"([^\"]*)\"[^>]*>", re.DOTALL)
 _METADATA = re.compile(r"<metadata>.*?</metadata>\s*", re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->\s*", re.DOTALL)
@@ -284,14 +270,14 @@ SIZE = (4.0, 3.1)  # inches: text stays readable on a phone
 
 
 def _intervals(each: Mapping[str, Any]) -> tuple[Picture, Any]:
-    coverages = {name: found.coverage(LEVELS).tolist() for name, found in each.items()}
-    inside = {name: percent(values[LEVELS.index(0.9)]) for name, values in coverages.items()}
+    coverages = {name: found.coverage(plots.LEVELS).tolist() for name, found in each.items()}
+    inside = {name: percent(values[plots.LEVELS.index(0.9)]) for name, values in coverages.items()}
     alt = (
         f"Coverage of intervals. The 90 % intervals of the posterior hold {inside['posterior']} of the targets, those "
         f"of the plain network {inside['plain network']}."
     )
-    ax = plots.intervals(each, ax=new_axis(size=SIZE))
-    return _picture("intervals", alt, ax), {"levels": LEVELS, **coverages}
+    ax = plots.intervals(each, ax=plots.new_axis(size=SIZE))
+    return _picture("intervals", alt, ax), {"levels": plots.LEVELS, **coverages}
 
 
 def _reliability(each: Mapping[str, Any]) -> tuple[Picture, Any]:
@@ -303,21 +289,21 @@ def _reliability(each: Mapping[str, Any]) -> tuple[Picture, Any]:
         f"Reliability diagram. On average the posterior is {says['posterior']}, the plain network "
         f"{says['plain network']}."
     )
-    ax = plots.reliability(each, ax=new_axis(size=SIZE))
-    points = {name: asdict(reliability_points(found)) for name, found in each.items()}
+    ax = plots.reliability(each, ax=plots.new_axis(size=SIZE))
+    points = {name: asdict(plots.reliability_points(found)) for name, found in each.items()}
     return _picture("reliability", alt, ax), points
 
 
 def _risk(each: Mapping[str, Any]) -> tuple[Picture, Any]:
-    curves = {name: risk_of(found, None) for name, found in each.items()}
-    rows = thin_rows(len(curves["posterior"].risk), 100)
+    curves = {name: plots.risk_of(found, None) for name, found in each.items()}
+    rows = plots.thin_rows(len(curves["posterior"].risk), 100)
     half, full = ({n: f"{c.risk[(len(c.risk) - 1) // k].item():.3g}" for n, c in curves.items()} for k in (2, 1))
     alt = (
         f"Risk against coverage. Answering the more certain half of the inputs, the error is {half['posterior']} with "
         f"the posterior and {half['plain network']} with the plain network; answering all, it is "
         f"{full['posterior']} and {full['plain network']}."
     )
-    ax = plots.risk_coverage(each, ax=new_axis(size=SIZE))
+    ax = plots.risk_coverage(each, ax=plots.new_axis(size=SIZE))
     numbers = {n: {"coverage": c.coverage[rows].tolist(), "risk": c.risk[rows].tolist()} for n, c in curves.items()}
     return _picture("risk", alt, ax), numbers
 
@@ -331,10 +317,10 @@ def band_picture(posterior: Fitted, looked: UncertainInputs) -> tuple[Picture, A
     prediction = posterior.predict(inputs.reshape(-1, *looked.line[0].shape[1:]).to(posterior.network.device))
     if not isinstance(prediction, NumberPredictive):
         return None
-    chosen = thin_rows(len(x), 300)
+    chosen = plots.thin_rows(len(x), 300)
     low, high = prediction.interval(0.95)
     widths = (high - low)[:, 0]
-    ax = plots.band(prediction, inputs, data=(x[chosen], y[chosen]), ax=new_axis(size=SIZE))
+    ax = plots.band(prediction, inputs, data=(x[chosen], y[chosen]), ax=plots.new_axis(size=SIZE))
     alt = (
         f"Mean and 95 % intervals over the input. Intervals are between {float(widths.min()):.3g} and "
         f"{float(widths.max()):.3g} wide."
@@ -349,20 +335,20 @@ def _gamma(posterior: Fitted) -> tuple[Picture | str, str, Any]:
         found = posterior.effective_parameters()
     except LapwingError as error:
         return f"γ by layer: {error}", "effective_parameters", None
-    size = (SIZE[0], 1.0 + 0.26 * min(MOST_LAYERS, len(found.layers)))
+    size = (SIZE[0], 1.0 + 0.26 * min(plots.MOST_LAYERS, len(found.layers)))
     alt = f"Effective parameters by layer: the data determine {found.total:.3g} of {found.weights:,} weights in all."
-    ax = plots.effective_parameters(found, ax=new_axis(size=size))
+    ax = plots.effective_parameters(found, ax=plots.new_axis(size=size))
     numbers = {"total": found.total, "layers": found.layers, "sizes": found.sizes}
     return _picture("gamma", alt, ax), "effective_parameters", numbers
 
 
 def _trace(posterior: Fitted) -> tuple[Picture | str, str, Any]:
-    record = trace_with_steps(posterior)
+    record = plots.trace_with_steps(posterior)
     if record is None:
         return "Trace: no steps of a tuner were recorded.", "trace", None
     alt = f"The {record.score} at each of {len(record.steps)} steps of {record.tuner}."
     steps = [{"score": step.score, "precisions": step.precisions[:16]} for step in record.steps]
-    ax = plots.trace(record, ax=new_axis(size=SIZE))
+    ax = plots.trace(record, ax=plots.new_axis(size=SIZE))
     return _picture("trace", alt, ax), "trace", {"tuner": record.tuner, "steps": steps}
 
 
@@ -372,8 +358,8 @@ def _evidence(posterior: Fitted) -> tuple[Picture | str, str, Any]:
         reason = "each precision would need linear systems over all training data, so it is left out."
         return f"Evidence curve: {reason}", "evidence_curve", None
     try:
-        curve = EvidenceCurve.of(posterior)
-        ax = plots.evidence_curve(curve, ax=new_axis(size=SIZE))
+        curve = plots.EvidenceCurve.of(posterior)
+        ax = plots.evidence_curve(curve, ax=plots.new_axis(size=SIZE))
     except LapwingError as error:
         return f"Evidence curve: {error}", "evidence_curve", None
     best = max((e, p) for e, p in zip(curve.log_evidence, curve.precisions, strict=True) if math.isfinite(e))

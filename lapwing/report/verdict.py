@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lapwing.data.inputs import is_real_tensor
-from lapwing.decisions.collecting import LabelledBatch, batches_of, interval_parts, label_batch, source_of
-from lapwing.decisions.evaluation import ClassFrequency, Evaluation
+from lapwing.decisions.collecting import LabelledBatch, batches_of, label_batch, source_of
+from lapwing.decisions.evaluation import ClassFrequency, Evaluation, interval_parts
 from lapwing.metrics import ScoreInterval, ece
 from lapwing.plots import AnswerProbabilities, Residuals, normal_half_width, wilson
 from lapwing.predictives.base import LabelPredictive, NumberPredictive, Predictive

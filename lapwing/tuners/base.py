@@ -25,19 +25,7 @@ from lapwing.posteriors.sampled import SampledPosterior
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.priors import prior_kernel, starting_precisions
 from lapwing.problem import Problem
-from lapwing.runtime.settings import (
-    DATA,
-    FLAG,
-    FUNCTION,
-    NONE,
-    POSITIVE,
-    HasSettings,
-    Rule,
-    describe,
-    integer,
-    is_data,
-    setting,
-)
+from lapwing.runtime.settings import DATA, FLAG, FUNCTION, NONE, POSITIVE, HasSettings, Rule, describe, integer, setting
 
 P = TypeVar("P", bound=Tunable)
 Q = TypeVar("Q", bound=Posterior)
@@ -113,7 +101,7 @@ def run_tuner(tuner: Tuner, posterior: P, data: Data | None = None, processes: P
 def _with_shard(tuner: Tuner, processes: Processes, network: Network) -> Tuner:
     """Return the tuner with its own ``data`` as the shard of this process, if there are several processes."""
     own = getattr(tuner, "data", None)
-    if processes.group is None or not is_dataclass(tuner) or not is_data(own) or isinstance(own, Data):
+    if processes.group is None or not is_dataclass(tuner) or not DATA.admits(own) or isinstance(own, Data):
         return tuner
     shard = network.read_data(own, f"data of {type(tuner).__name__}", processes=processes)
     shard.peek()  # raises if other processes read the same

@@ -480,10 +480,9 @@ class Temperature(TunerWithSettings):
 
 def _problem(posterior: Posterior) -> Problem:
     """Return the problem of the posterior; raise if its prior and noise cannot change without the data."""
-    problem: Problem = posterior.problem
     if not posterior.linearised:
         raise UnsupportedError(f"{type(posterior).__name__} has no precision to change; use Kron or Full.")
-    return problem
+    return posterior.problem
 
 
 def _with_precisions(posterior: Posterior, precisions: Sequence[float]) -> list[Posterior]:

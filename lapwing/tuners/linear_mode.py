@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from lapwing.runtime.settings import DATA, FLAG, NONE, POSITIVE, integer, one_of
 from lapwing.tangent import TangentModel, tangent_model
 from lapwing.tuners.base import LARGEST_SLOPE, Search, TunerWithSettings, in_range, minimise
 
+P = TypeVar("P", WeightPosterior, SampledPosterior)
 ITERATIONS = 1000  # of conjugate gradients in one Newton step
 MEANS = ("network", "tangent")
 # Range of precisions in units of the typical curvature of their group: below it the prior has no effect, above it the
@@ -176,9 +177,9 @@ class LinearMode(TunerWithSettings):
                 current = self._refit(current, base, data)
             current, more = self._maximise(current, model, base)
             steps += more
-        return self._with_mean(current, base).with_trace(
-            Trace("LinearMode", SCORE, tuple(steps), _pruning_remark(current))
-        )
+        trace = Trace("LinearMode", SCORE, tuple(steps), _pruning_remark(current))
+        theta = None if self.mean == "network" or current.mode is None else current.mode.theta
+        return _with_mean(current, theta, base).with_trace(trace)
 
     def _maximise(
         self, posterior: WeightPosterior, model: TangentModel, base: Tensor
@@ -235,12 +236,12 @@ class LinearMode(TunerWithSettings):
             raise UnsupportedError(f"refit={self.refit!r} gives no curvature; expected Full(), Kron() or the like.")
         return replace(posterior, curvature=fitted.curvature)
 
-    def _with_mean(self, posterior: WeightPosterior, base: Tensor) -> WeightPosterior:
-        """Return the posterior with the predictive mean that ``mean`` asks for."""
-        assert posterior.mode is not None
-        network, theta = posterior.problem.network, base if self.mean == "network" else posterior.mode.theta
-        shifted = network.with_shift(None if self.mean == "network" else theta - base)
-        return replace(posterior, problem=replace(posterior.problem, network=shifted), theta=theta.to(network.dtype))
+
+def _with_mean(posterior: P, theta: Tensor | None, base: Tensor) -> P:
+    """Return the posterior with the predictive mean of theta; that of the network itself, at ``base``, for None."""
+    network = posterior.problem.network.with_shift(None if theta is None else theta - base)
+    theta = (base if theta is None else theta).to(network.dtype)
+    return replace(posterior, problem=replace(posterior.problem, network=network), theta=theta)
 
 
 def _limits(typical: Tensor, noise: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,11 +386,8 @@ class SampleEM(TunerWithSettings):
 
     def _with_mode(self, current: SampledPosterior, mode: Mode | None, base: Tensor) -> SampledPosterior:
         """Return the posterior with the evidence of θ*, and with its mean if the noise is learned there."""
-        moved = mode is not None and self.noise and current.noise is not None
-        theta = mode.theta if mode is not None and moved else base
-        network = current.problem.network.with_shift(theta - base if moved else None)
-        theta = theta.to(network.dtype)
-        return replace(current, problem=replace(current.problem, network=network), theta=theta, mode=mode)
+        theta = mode.theta if mode is not None and self.noise and current.noise is not None else None
+        return replace(_with_mean(current, theta, base), mode=mode)
 
     def _update(self, current: SampledPosterior, gamma: Tensor, theta: Tensor, loss: float) -> SampledPosterior:
         """Return the posterior under the updated precisions and, if it is learned, the updated noise."""

@@ -16,7 +16,7 @@ from lapwing.errors import UnsupportedError
 from lapwing.likelihoods.base import Likelihood, expand_weights
 from lapwing.posteriors.base import Posterior, Trace, nll_text
 from lapwing.posteriors.mixture import NEGLIGIBLE, RARE, Belief, Cell, MixturePosterior
-from lapwing.predictives.base import log_density
+from lapwing.predictives.numbers import log_density
 from lapwing.problem import check_targets
 from lapwing.runtime.settings import DATA, EMPTY, NONE, POSITIVE, POSITIVE_VALUES, Rule, integer, required, setting
 from lapwing.tuners.base import TunerWithSettings

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods.base import BlockWork, KroneckerWork, Offer, Requirements, Workload, bytes_text
+from lapwing.methods.base import BlockWork, Offer, Requirements, Workload, bytes_text
+from lapwing.methods.weight_space import KroneckerWork
 from lapwing.networks.jacobians import Footprint
 from lapwing.posteriors.weight_space import WeightPosterior
 from lapwing.registry import METHODS, RATE, Choice

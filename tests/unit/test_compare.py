@@ -237,9 +237,9 @@ def test_nothing_is_said_without_reason() -> None:
 
 
 def test_nothing_to_compare_is_refused() -> None:
-    with pytest.raises(lw.errors.DataError, match=r"compare\(\) got no posteriors; expected a mapping from names"):
+    with pytest.raises(lw.errors.DataError, match=r"posteriors is {}; expected a mapping from names"):
         lw.compare({})
-    with pytest.raises(lw.errors.DataError, match=r"compare\(\) got list; expected a mapping from names to fitted"):
+    with pytest.raises(lw.errors.DataError, match=r"expected a mapping from names to fitted"):
         lw.compare([classifier()])  # type: ignore[arg-type]
 
 

@@ -21,7 +21,7 @@ from lapwing.sklearn import (
     Schedule,
     Standardised,
     column_scales,
-    first_weight,
+    place,
     small_network,
 )
 
@@ -197,7 +197,7 @@ def test_outputs_are_in_the_units_of_the_targets() -> None:
 
 def test_module_without_parameters_is_refused() -> None:
     with pytest.raises(ModelError, match="without parameters"):
-        first_weight(nn.Tanh())
+        place(nn.Tanh(), torch.zeros(2, 1), torch.zeros(2))
 
 
 def test_training_keeps_the_epoch_that_is_best_on_held_out_rows() -> None:

@@ -85,7 +85,7 @@ def test_an_error_that_was_not_expected_is_a_line_too(run: Run, monkeypatch: pyt
     def fails(*_: object) -> None:
         raise ZeroDivisionError("one\nover nothing")
 
-    monkeypatch.setattr("lapwing.cli.commands.seed_all", fails)
+    monkeypatch.setattr("lapwing.cli.arguments.import_model", fails)
     assert "ZeroDivisionError: one over nothing (not expected)" in run(f"check {FITTED} --data train.npz").error
 
 
@@ -93,7 +93,7 @@ def test_an_error_of_the_system_names_the_file(run: Run, monkeypatch: pytest.Mon
     def fails(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "train.npz")
 
-    monkeypatch.setattr("lapwing.cli.commands.seed_all", fails)
+    monkeypatch.setattr("lapwing.cli.arguments.import_model", fails)
     assert run(f"check {FITTED} --data train.npz").error == "lapwing: train.npz: Permission denied. Check the path.\n"
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing import metrics
 from lapwing.compare import kind_of
-from lapwing.decisions.collecting import interval_text, training_residuals
-from lapwing.decisions.evaluation import Compared
+from lapwing.decisions.collecting import training_residuals
+from lapwing.decisions.evaluation import Compared, interval_text
 from lapwing.errors import CalibrationWarning, DataError
 from lapwing.metrics import ScoreInterval
 from tests.unit.decisions.problems import D, classes, classifier, generator, numbers, regressor

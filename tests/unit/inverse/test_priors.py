@@ -122,7 +122,7 @@ def test_the_classes_add_up_to_the_covariance() -> None:
     prior = bound()
     assert prior.class_blocks == tuple([0] * len(prior.blocks[0].squares) + [1] + [2] * 4 + [3] * 7)
     assert prior.blocks[0].squares == (0, 1, 2, 4, 5, 8, 9, 10, 16, 17)  # of 3 × 3 and 2 × 5 together
-    grams = prior.class_grams(zip(NAMES, torch.eye(P, dtype=D).split(SELECTION.sizes, 1), strict=True))
+    grams = prior.class_grams(P, zip(NAMES, torch.eye(P, dtype=D).split(SELECTION.sizes, 1), strict=True))
     assert bool(((grams == 0) | (grams == 1)).all())  # fixed structures of zeros and ones
     assert_close(torch.tensordot(prior.coefficients(), grams, 1), dense())
 
@@ -131,11 +131,11 @@ def test_class_grams_of_rows_and_of_pieces() -> None:
     """Filters of one parameter may come in several pieces."""
     prior, rows = bound(), random_rows(4, 7)
     parts = dict(zip(NAMES, rows.split(SELECTION.sizes, 1), strict=True))
-    whole = prior.class_grams(parts.items())
+    whole = prior.class_grams(len(rows), parts.items())
     assert_close(torch.tensordot(prior.coefficients(), whole, 1), rows @ dense() @ rows.mT)
     cut = [(name, piece) for name, part in parts.items() for piece in _pieces(name, part)]
     assert len(cut) > len(parts)
-    assert_close(prior.class_grams(cut), whole)
+    assert_close(prior.class_grams(len(rows), cut), whole)
     assert_close(prior.class_lengths(cut), whole.diagonal(dim1=1, dim2=2))
 
 
@@ -145,8 +145,8 @@ def test_class_grams_of_float32_rows_are_exact_products() -> None:
     parts = [(name, piece) for name, piece in zip(NAMES, rows.split(SELECTION.sizes, 1), strict=True)]
     exact = rows.double() @ dense() @ rows.double().mT
     with lw.memory.limited("4kB"):  # a few filters at once
-        assert_close(torch.tensordot(prior.coefficients(), prior.class_grams(parts), 1), exact)
-        assert_close(prior.gram(parts), exact)
+        assert_close(torch.tensordot(prior.coefficients(), prior.class_grams(len(rows), parts), 1), exact)
+        assert_close(prior.gram(len(rows), parts), exact)
 
 
 def _pieces(name: str, part: Tensor) -> list[Tensor]:
@@ -170,7 +170,7 @@ def test_ordinary_priors_have_the_same_members(given: Any) -> None:
     assert_close(prior.multiply(rows), rows @ sigma)
     assert_close(prior.root(prior.root(rows)), rows @ sigma)
     assert len(prior.coefficients()) == len(prior.class_blocks) == prior.values.numel()
-    grams = prior.class_grams(zip(NAMES, rows.split(SELECTION.sizes, 1), strict=True))
+    grams = prior.class_grams(len(rows), zip(NAMES, rows.split(SELECTION.sizes, 1), strict=True))
     assert_close(torch.tensordot(prior.coefficients(), grams, 1), rows @ sigma @ rows.mT)
 
 

@@ -149,7 +149,7 @@ def test_effective_parameters_are_those_of_the_subspace() -> None:
 
 
 def test_a_prior_that_needs_the_curvature_first() -> None:
-    with pytest.raises(lw.errors.UnsupportedError, match=r"g_prior\(\) takes its scale from the curvature.* ELLA\(\)"):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"a g-prior follows the curvature, which ELLA\(\)"):
         fitted(lw.ELLA(), prior=lw.priors.g_prior())
 
 

@@ -107,7 +107,7 @@ def test_float32_within() -> None:
 
 def test_a_g_prior_is_refused() -> None:
     given = lw.priors.g_prior(1.0)
-    with pytest.raises(lw.errors.UnsupportedError, match=r"forms no curvature, and g_prior\(\) needs one; use Kron\("):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"a g-prior follows the curvature, which HFL\(\)"):
         fitted(small(), lw.HFL(), prior=given)
     found = fitted(small(), lw.HFL(mode="linearised"))
     with pytest.raises(lw.errors.UnsupportedError, match=r"keeps no curvature, and g_prior\(\) needs one; use Full\("):

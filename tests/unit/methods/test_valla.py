@@ -43,7 +43,7 @@ def test_the_initial_locations_are_kept_if_their_bound_is_higher(monkeypatch: py
         "learn_stochastic",
         lambda points, data, settings, generator: replace(
             points,
-            anchors=points.anchors.at(lost),
+            anchors=replace(points.anchors, inputs=lost),
             steps=(step,),
             problem=points.problem if settings.validation is None else points.problem.with_known_prior(),
         ),
@@ -135,9 +135,7 @@ def test_what_was_learned_by_predicting_has_no_evidence() -> None:
 
 
 def test_a_prior_that_needs_the_curvature_is_refused() -> None:
-    with pytest.raises(
-        lw.errors.UnsupportedError, match=r"g_prior\(\) takes its scale from the curvature.* before its points"
-    ):
+    with pytest.raises(lw.errors.UnsupportedError, match=r"a g-prior follows the curvature, which VaLLA\(\)"):
         fitted(lw.VaLLA(4), prior=lw.priors.g_prior())
 
 

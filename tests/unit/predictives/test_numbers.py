@@ -11,8 +11,7 @@ from scipy import integrate, special, stats
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.predictives.base import cdf, log_density
-from lapwing.predictives.numbers import CountPredictive, NormalPredictive, StudentPredictive
+from lapwing.predictives.numbers import CountPredictive, NormalPredictive, StudentPredictive, cdf, log_density
 from tests.references.dense import normal_log_density
 from tests.tolerances import SOLVED, assert_close, assert_near, assert_within
 

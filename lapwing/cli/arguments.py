@@ -1,16 +1,14 @@
-"""What several commands share: options, the arguments that they give and what these stand for, and the outcome."""
+"""What several commands share: their arguments and what these stand for, and the outcome."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import random
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +16,7 @@ from torch import nn
 import lapwing
 from lapwing.cli.data import Reader, Roles
 from lapwing.cli.models import import_model, load_posterior
-from lapwing.decisions.collecting import json_values
+from lapwing.decisions.evaluation import json_values
 from lapwing.errors import FileError, UnsupportedError
 from lapwing.fitted import Fitted
 from lapwing.networks.selection import Weights, named
@@ -45,135 +43,9 @@ class Outcome:
         )
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Return the names in a text with commas.
-
-    >>> names("age, size")
-    ('age', 'size')
-    """
-    found = tuple(name.strip() for name in text.split(","))
-    if not all(found) or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} has an empty name or one twice; expected names with commas")
-    return found
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
-def _level(text: str) -> float:
-    try:
-        level = float(text)
-    except ValueError:
-        level = 0.0
-    if not 0 < level < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a probability between 0 and 1")
-    return level
-
-
-@dataclass(frozen=True)
-class Option:
-    """An argument of a command, the group that it is listed under, and what ``add_argument`` takes besides."""
-
-    flag: str
-    group: str
-    settings: Mapping[str, Any]
-
-
-def option(flag: str, help: str, group: str = "", **settings: Any) -> Option:
-    """Return an option."""
-    return Option(flag, group, {"help": help, **settings})
-
-
-def add_options(parser: ArgumentParser, options: Sequence[Option]) -> None:
-    """Add the options to the parser of a command."""
-    names = dict.fromkeys(each.group for each in options if each.group)
-    groups = {name: parser.add_argument_group(name) for name in names}
-    for each in options:
-        groups.get(each.group, parser).add_argument(each.flag, **each.settings)
-
-
-DEVICE = option("--device", "where to compute, such as cuda (default: cpu)", "every command", default="cpu")
-EVERY = (
-    option("--seed", "seed of all random numbers (default: 0)", "every command", type=_seed, default=0),
-    option("--json", "print one JSON object and nothing else", "every command", action="store_true"),
-    option("--traceback", "show where an error was raised", "every command", action="store_true"),
-)
-COMMON = (DEVICE, *EVERY)
-MODEL = (
-    option("model", "import path of a function that returns it: package.module:factory", metavar="MODEL"),
-    option("--weights", "its weights: a state dict of torch, or safetensors", type=Path, metavar="FILE"),
-)
-SUBSET = option(
-    "--subset", "which weights are uncertain: all, last_layer, or a regular expression for their names (default: all)",
-    default="all", metavar="WEIGHTS",
-)  # fmt: skip
-POSTERIOR = option("--posterior", "a file that lapwing fit wrote", type=Path, required=True, metavar="FILE")
-LEVEL = option("--level", "probability of the intervals (default: 0.95)", type=_level, default=0.95)
-OVERWRITE = option("--overwrite", "replace the file if it exists", action="store_true")
-_EACH: dict[str, Any] = {"type": Path, "nargs": "+", "action": "extend", "metavar": "FILE"}
-POSTERIORS = (
-    option(
-        "models", "import path of each model, package.module:factory, or one for all posteriors", nargs="+",
-        metavar="MODEL",
-    ),
-    option("--weights", "weights of each model, or one file for all", default=[], **_EACH),
-    option("--posterior", "files that lapwing fit wrote", required=True, **_EACH),
-)  # fmt: skip
-
-
-def out_options(what: str) -> tuple[Option, ...]:
-    """Return the options for the file that is written."""
-    return option("--out", what, type=Path, required=True, metavar="FILE"), OVERWRITE
-
-
-def data_options(what: str) -> tuple[Option, ...]:
-    """Return the options for the data, ``what`` they are for, and for what their columns and arrays are."""
-    listed: dict[str, Any] = {"group": "data", "type": names, "default": ()}
-    return (
-        option(
-            "--data",
-            f"{what}: a .npz, .csv or .parquet file, or the import path of a loader, package.module:make_loader",
-            "data", required=True, metavar="DATA",
-        ),
-        option(
-            "--target",
-            "column, array or key of the targets, several with commas (default: y, target, targets, label or labels)",
-            metavar="NAME", **listed,
-        ),
-        option(
-            "--inputs",
-            "columns of the inputs, with commas, or their array (default: the others; of arrays x or inputs)",
-            metavar="NAMES", **listed,
-        ),
-        option("--drop", "columns to leave out, with commas", metavar="NAMES", **listed),
-        option(
-            "--classes",
-            "the classes in the order of the network's outputs, with commas (default: their texts, sorted)",
-            metavar="NAMES", **listed,
-        ),
-        option("--batch-size", "rows of a batch (default: 256)", "data", type=_count, default=256, metavar="N"),
-    )  # fmt: skip
-
-
 COLUMNS = ("inputs", "target", "drop", "classes")  # options that name the parts of the data, as ``Roles`` has them
 NO_COLUMNS: Mapping[str, tuple[str, ...]] = {}
 T = TypeVar("T")
-
-
-def seed_all(seed: int) -> torch.Generator:
-    """Seed the generators that the user's code may draw from, and return one for the fit."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    return torch.Generator().manual_seed(seed)
 
 
 def names_of(files: Sequence[Path]) -> list[str]:
@@ -207,10 +79,7 @@ class Arguments(Namespace):
 
     def chosen_weights(self) -> Weights:
         """Return the rule for the weights."""
-        if self.subset not in WEIGHTS:
-            return named(self.subset)
-        rule: Weights = find_weights(self.subset)
-        return rule
+        return find_weights(self.subset) if self.subset in WEIGHTS else named(self.subset)
 
     def _device(self) -> torch.device:
         """Return the device; raise if this machine does not have it."""
